@@ -41,6 +41,13 @@ class ClassFigures:
     precision: float | None
     taken_for: str
 
+    def shares(self) -> tuple[str, str]:
+        """Accuracy and precision as texts."""
+        accuracy, precision = (
+            "-" if share is None else f"{100 * share:.2f}%" for share in (self.accuracy, self.precision)
+        )
+        return accuracy, precision
+
 
 def class_figures(findings: Mapping[str, Any], names: Sequence[str]) -> list[ClassFigures]:
     """Figures of every class, by ``findings`` of ``ClassSums`` and ``names`` in the order of numbers."""
@@ -60,22 +67,29 @@ def class_figures(findings: Mapping[str, Any], names: Sequence[str]) -> list[Cla
     return figures
 
 
+def shown_figures(figures: Sequence[ClassFigures]) -> tuple[Sequence[ClassFigures], int]:
+    """The rows of a table, and the number of classes that it leaves out: of many it has the least accurate."""
+    if len(figures) <= MAX_ROWS:
+        return figures, 0
+    ordered = sorted(figures, key=lambda row: 2.0 if row.accuracy is None else row.accuracy)
+    return ordered[:LEAST_ACCURATE], len(figures) - LEAST_ACCURATE
+
+
 def class_lines(findings: Mapping[str, Any], names: Sequence[str], width: int) -> list[str]:
     """Lines for a terminal: the calibration of one class a sample, then a table of the classes whose first column has
     this width."""
-    figures, lines = class_figures(findings, names), list[str]()
+    (figures, left_out), lines = shown_figures(class_figures(findings, names)), list[str]()
     if "calibration" in findings:
         error, bins = 100 * findings["calibration"]["expected_error"], len(findings["calibration"]["bins"])
         lines = [f"{'calibration':<{width}}{error:.2f}% expected error, {bins} of 15 bins of confidence have samples"]
-    if len(figures) > MAX_ROWS:
-        figures = sorted(figures, key=lambda row: 2.0 if row.accuracy is None else row.accuracy)[:LEAST_ACCURATE]
+    if left_out:
         lines.append(
             f"{'classes':<{width}}{len(names)}, of which the {LEAST_ACCURATE} least accurate follow; --json has all"
         )
     width = max(width, *(len(row.name) + 2 for row in figures))
     lines.append(f"{'class':<{width}}{'samples':>9}{'accuracy':>11}{'precision':>11}  most often taken for")
     for row in figures:
-        shares = "".join(f"{_percent(share):>11}" for share in (row.accuracy, row.precision))
+        shares = "".join(f"{share:>11}" for share in row.shares())
         lines.append(f"{row.name:<{width}}{row.samples:>9}{shares}  {row.taken_for}".rstrip())
     return lines
 
@@ -83,10 +97,6 @@ def class_lines(findings: Mapping[str, Any], names: Sequence[str], width: int) -
 def class_values(findings: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Values for JSON: ``classes``, a list of :class:`ClassFigures`; ``calibration``; ``confusion`` if there is one."""
     return {**findings, "classes": [asdict(row) for row in class_figures(findings, names)]}
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f}%"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.account import attempts_table, attempts_text, changed_defaults, strategies_text, times
 from mgpu_pipe.report.columns import TIMES
+from mgpu_pipe.report.held_out_figures import class_figures, shown_figures
 from mgpu_pipe.report.run_view import RunView, finite, number
 from mgpu_pipe.runs.latest import RUN
 
@@ -183,6 +184,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         _by_rank("Time of each rank's step", view.summary.get("times")),
         _by_rank("Memory", view.summary.get("memory")),
         _block("Final metrics", _parts(metrics)),
+        *_class_blocks(view),
         *_task_blocks(view),
         _block("Checkpoints", table=_checkpoint_table(view)),
         _block("Attempts", table=attempts_table(view), wide=True),
@@ -246,6 +248,28 @@ def _task_blocks(view: RunView) -> list[dict[str, Any]]:
         text = f"val/{name}: {numbers.metric(value, percent=True)} of {denominator}; some of them"
         table = {"names": ["question", "answer", "truth", "right"], "rows": lines} if lines else None
         cards.append(_block(f"Task {name}", table=table, text=text))
+    return cards
+
+
+def _class_blocks(view: RunView) -> list[dict[str, Any]]:
+    """A card of the last evaluation's figures of each class, and one for zero-shot classes."""
+    shot = _mapping(view.of_summary("found", "zero_shot"))
+    every = [
+        ("Classes", _mapping(view.summary.get("found")), view.of_summary("data", "classes")),
+        ("Zero-shot classes", shot, shot.get("names")),
+    ]
+    cards = []
+    for title, findings, names in every:
+        try:
+            rows, left_out = shown_figures(class_figures(findings, [str(name) for name in names or ()]))
+            error = number(_mapping(findings.get("calibration")).get("expected_error"))
+        except (KeyError, TypeError, ValueError, IndexError):
+            continue  # a summary of another version, or a changed one
+        cells = [[row.name, str(row.samples), *row.shares(), row.taken_for] for row in rows]
+        texts = [] if math.isnan(error) else [f"expected calibration error {100 * error:.2f}%"]
+        texts += [f"the {len(rows)} least accurate of {left_out + len(rows)} classes"] if left_out else []
+        table = {"names": ["class", "samples", "accuracy", "precision", "most often taken for"], "rows": cells}
+        cards.append(_block(title, table=table, text="; ".join(texts)))
     return cards
 
 

@@ -185,6 +185,22 @@ def test_secrets_do_not_reach_the_page(make_run: MakeRun) -> None:
     assert "(hidden)" not in interpolated
 
 
+def test_figures_of_classes_and_their_calibration_are_shown(make_run: MakeRun) -> None:
+    counts = {"samples": [4, 5], "right": [3, 0], "predicted": [8, 1]}
+    found = {"classes": counts, "confusion": [[3, 1], [5, 0]], "calibration": {"expected_error": 0.125, "bins": []}}
+    shot = {"names": [f"kind {at}" for at in range(60)], "classes": {name: [2] * 60 for name in counts}}
+    summary = {"found": {**found, "zero_shot": shot}, "data": {"classes": ["cat", "<dog>"]}}
+    words = page_of(make_run(steps=6, summary=summary)).words
+    for row in (
+        "Classes expected calibration error 12.50%",
+        "cat 4 75.00% 37.50% <dog> <dog> 5 0.00% 0.00% cat",
+        "Zero-shot classes the 20 least accurate of 60 classes",
+    ):
+        assert row in words, row
+    broken = {"found": {**found, "classes": {"samples": [1]}}, "data": {"classes": ["cat", "dog"]}}
+    assert "expected calibration" not in page_of(make_run(name="other", steps=6, summary=broken)).words
+
+
 def test_a_run_that_has_only_begun_has_a_report(make_run: MakeRun) -> None:
     run = make_run(steps=60)
     for path in (run.summary, run.environment, run.overrides, run.metrics):
