@@ -97,7 +97,6 @@ _LEFT_OUT = {
     "__pycache__",
     "encodings",  # tables of character names: a megabyte unlike text
 }
-TAB = "\t"
 FIX = "correct or remove it"
 LONGEST_LINE = 256 << 20
 """Largest line in bytes: tokenising holds several copies of it."""
@@ -361,10 +360,8 @@ def require_columns(row: Mapping[str, Any], origin: str, columns: Mapping[str, s
 
 def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:
     """Builds the error of a file without the configured column."""
-    if len(there) == 1 and (other := next((mark for mark in ";\t|" if mark in there[0]), None)):
-        fix = (
-            f"its columns are set apart by {other!r}: {'let its name end in .tsv' if other == TAB else 'write commas'}"
-        )
+    if len(there) == 1 and (other := next((mark for mark in ";|" if mark in there[0]), None)):
+        fix = f"its columns are set apart by {other!r}: write commas"
     elif _TABLE_ROW.search(where) and any(len(name) > LONGEST_NAME or name.isdecimal() for name in there):
         return DataError(f"{where}: the first line of this table names no columns; put a line of names above it")
     else:

@@ -187,13 +187,14 @@ def _past(text: str, offset: int, skipped: str) -> int:
 
 def _separated(path: Path, expected: Fingerprint | None, is_tsv: bool, nested: bool) -> RowLines:
     """Yields rows of a separated file; the first names the columns. Fields of a TSV file may be quoted."""
-    quoting: Literal[0, 3] = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
     reader, number, before, broken = None, 0, 0, list[files.BrokenRow]()
     try:
         with open_text(path, expected) as file:
             lines = _lines(path, file, broken)
             head = next(lines, "")
+            is_tsv = is_tsv or _is_tabbed(head)
             separator = "\t" if is_tsv else _separator(head)
+            quoting: Literal[0, 3] = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
             reader = csv.reader(chain([head], lines), delimiter=separator, quoting=quoting, strict=True)
             columns = [_unquoted(name, is_tsv) for name in next(reader, [])]
             if broken:
@@ -219,6 +220,11 @@ def _separated(path: Path, expected: Fingerprint | None, is_tsv: bool, nested: b
         raise files.unreadable(path, f"{path}:{reader.line_num + 1 if reader else 1}", error) from error
     if not number:
         raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+
+
+def _is_tabbed(head: str) -> bool:
+    """Whether the first line of a CSV file has tabs between its columns, as STS-B's files do."""
+    return "\t" in head and head.count("\t") > head.count(",") + head.count(";") and '"' not in head[:1]
 
 
 def _separator(head: str) -> str:

@@ -450,6 +450,19 @@ def test_csv_of_scores_with_other_columns_holds_the_same(tmp_path: Path) -> None
     assert all((found[name] == expected[name]).all() for name in expected)
 
 
+def test_the_files_of_sts_benchmark_are_read(tmp_path: Path) -> None:
+    row = 'main-news\tMSRpar\t2012\t0001\t4.5\tThe "cause", they said\t"He said so," she said\n'
+    names = "genre\tfilename\tyear\tid\tscore\tsentence1\tsentence2\n"
+    (tmp_path / "sts-dev.csv").write_text(names + row)
+    run = of_file(tmp_path, tmp_path / "sts-dev.csv", source=SCORED_PAIRS)
+    (document,) = open_source(run, tmp_path / "opened").documents()
+    expected = ['The "cause", they said', '"He said so," she said']
+    assert (json.loads(document.text), document.score) == (expected, 4.5)
+    (tmp_path / "sts-dev.csv").write_text(2 * row)  # as the maker publishes it
+    with pytest.raises(DataError, match=r"sts-dev.csv:2: the first line of this table names no columns; put a line of"):
+        prepare(run)
+
+
 def test_a_row_that_is_left_out_takes_its_score_along(tmp_path: Path) -> None:
     rows = [SCORED[0], {**SCORED[1], "sentence2": " "}, SCORED[2], {**SCORED[0], "sentence1": "word " * 40}, SCORED[1]]
     words = ("data.on_bad_sample=skip", "data.on_too_long=drop")
