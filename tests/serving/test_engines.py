@@ -119,8 +119,10 @@ def test_sglang_on_cpus_and_llama_cpp(runs: Path, capsys: pytest.CaptureFixture[
     _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", "--device", "cpu", "--context", "32")
     assert words[:3] == ["python", "-m", "sglang.launch_server"]
     assert {"--context-length": "32", "--device": "cpu", "--dtype": "float32"}.items() <= options(words).items()
-    chosen = ("--engine", "llama_cpp", "--concurrency", "4", "--dtype", "q8_0")
-    export, words, variables = printed(capsys, str(runs / "llama"), *chosen)
+    chosen = ("--engine", "llama_cpp", "--concurrency", "4", "--dtype")
+    export, _, _ = printed(capsys, str(runs / "llama"), *chosen, "q4_k")
+    assert options(export)["--dtype"] == "q4_k"
+    export, words, variables = printed(capsys, str(runs / "llama"), *chosen, "q8_0")
     assert options(words)["--ctx-size"] == "256" and options(words)["--parallel"] == "4"
     assert options(words)["--model"] == f"{options(export)['--out']}/model.gguf"
     assert options(export)["--format"] == "gguf" and options(export)["--dtype"] == "q8_0"
@@ -286,6 +288,16 @@ def test_sglangs_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFi
     drafted = ("--draft", str(runs / "sglang_draft"))
     _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", *GPUS, *drafted)
     assert prepare_server_args(words[3:]).context_length == 64
+
+
+def test_an_answer_that_ends_within_a_character_is_equal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM leaves the bytes out."""
+    monkeypatch.setattr(EngineClient, "greedy_answer", lambda *_: "caf")
+    client = EngineClient("http://127.0.0.1:1", None, "talk")
+    compare(client, {"answers": [("a", "caf\ufffd"), ("b", "caf\ufffde")], "is_chat": False}, is_exact=False)
+    assert "1 of 2 greedy answers" in (said := capsys.readouterr().out) and "to 'b' it answers" in said
 
 
 def test_a_refused_answer_is_a_different_one(

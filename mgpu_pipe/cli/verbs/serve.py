@@ -28,7 +28,7 @@ from mgpu_pipe.system.local_files import expand_home
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
-DTYPES = ("fp32", "bf16", "fp16", "q8_0")
+DTYPES = ("fp32", "bf16", "fp16", "q8_0", "q4_k")
 CONCURRENCY = 16
 YAML = (".yaml", ".yml")
 

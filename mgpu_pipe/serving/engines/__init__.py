@@ -14,9 +14,9 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.serving.source import NamedAdapter
 from mgpu_pipe.system.local_files import expand_home
 
-ITEM_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "q8_0": 34 / 32}
-"""Bytes of a weight; a block of q8_0 has 32 values and a scale."""
-CACHE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "q8_0": 2}
+ITEM_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "q8_0": 34 / 32, "q4_k": 4.9 / 8}
+"""Bytes of a weight; a block of q8_0 has 32 values and a scale, and Q4_K_M keeps some tensors in Q6_K."""
+CACHE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "q8_0": 2, "q4_k": 2}
 """Bytes of a value of the key-value cache."""
 OVERHEAD_BYTES = 1.5e9
 """A GPU's CUDA context, activations and graphs next to weights and cache; vLLM logs about as much."""

@@ -64,4 +64,6 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
     return EngineCommand(words, {} if request.token is None else {"LLAMA_API_KEY": request.token})
 
 
-ENGINE = Engine("llama_cpp", "gguf", ("fp32", "bf16", "fp16", "q8_0"), ("llama-server",), _find, _check, _command)
+ENGINE = Engine(
+    "llama_cpp", "gguf", ("fp32", "bf16", "fp16", "q8_0", "q4_k"), ("llama-server",), _find, _check, _command
+)

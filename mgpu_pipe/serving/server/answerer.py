@@ -32,6 +32,7 @@ from mgpu_pipe.models.adapters.peft_folder import (
     name_in_peft,
 )
 from mgpu_pipe.models.weights.folder import read_header
+from mgpu_pipe.serving.engine_process import INCOMPLETE
 from mgpu_pipe.serving.server.requests import AnswerRequest, Media, RequestError
 from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, parse_json, read_bytes
 
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from mgpu_pipe.inference.open import LoadedRun
 
 
-INCOMPLETE = "\ufffd"
-"""Ends a text whose last character lacks bytes."""
 MAX_TOKENS = 4096
 """Tokens of an answer where neither the request nor the model's context limits them."""
 NEIGHBOURS = 16
