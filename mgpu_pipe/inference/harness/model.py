@@ -41,6 +41,7 @@ class HarnessModel(HFLM):
         shares: int = 1,
         forward: Callable[..., Any] | None = None,
     ) -> None:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every model that is not a name
         with _ties_kept(model):
             super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         self._share, self._shares, self._whole_forward = share, shares, forward
@@ -123,7 +124,6 @@ def measure_tasks(settings: HarnessSettings, model: Any) -> dict[str, Any]:
     """
     from lm_eval import evaluator, utils
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if not settings.runs_code:
         utils.env = _sandbox(utils.env)
     manager = index_tasks(settings)
