@@ -18,6 +18,8 @@ from mgpu_pipe.errors import DataError
 SYSTEM, TOOLS, HISTORY, INPUT = "system", "tools", "history", "input"
 SYSTEM_PROMPT, FUNCTIONS, CONTEXT, FUNCTION = "system_prompt", "functions", "context", "function"
 """Other names of the columns ``system`` (Orca), ``tools`` (OpenAI before tools) and ``input`` (Dolly)."""
+WITH_TOOLS = "{% if tools %}"
+"""Beginning of a template that joins two, of conversations with tools and of others."""
 BESIDE = (SYSTEM, SYSTEM_PROMPT, TOOLS, FUNCTIONS)
 """Columns that every form reads."""
 

@@ -20,6 +20,7 @@ from mgpu_pipe.data.text.conversations import (
     SYSTEM,
     SYSTEM_PROMPT,
     TOOLS,
+    WITH_TOOLS,
     first_there,
     has_places,
     is_bare_tool,
@@ -93,12 +94,16 @@ def is_rendered_anew(template: ChatTemplate, conversations: Iterable[str], colum
         return True
     reads = [name for name in REASONING[:2] if re.search(rf"[.'\"]{name}\b", template.source)]
     spells = template.reads_parts and not template.places
-    if not (reads or spells):
+    joins = template.source.startswith(WITH_TOOLS)
+    if not (reads or spells or joins):
         return False
-    words = [*(REASONING if reads else ()), *(EVERY_PLACE if spells else ())]
+    words = [*(REASONING if reads else ()), *(EVERY_PLACE if spells else ()), *((TOOLS, FUNCTIONS) if joins else ())]
     for line in conversations:
         if any(word in line for word in words):
-            for message in messages_in(_row(line, column)):
+            row = _row(line, column)
+            if joins and (row.get(TOOLS) or row.get(FUNCTIONS)):
+                return True
+            for message in messages_in(row):
                 if any(not message.get(name) for name in reads) and any(map(message.get, REASONING)):
                     return True
                 said = {"role": standard_role(message), "content": message.get("content", message.get("value"))}

@@ -32,6 +32,7 @@ from mgpu_pipe.data.text.conversations import (
     REASONING,
     SEEN,
     TOOLS,
+    WITH_TOOLS,
     as_parts,
     columns_read,
     has_places,
@@ -58,6 +59,7 @@ READ_FIELDS = frozenset(("role", "content", "tool_calls", "weight", *MARKS, *REA
 """Fields of a message that this program reads; it names reasoning that a template leaves out as odd."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _HAS_OWN_DATE = re.compile(r"strftime_now\s+is\s+(not\s+)?(un)?defined")
+TRIAL_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"properties": {}}}}
 TODAY = date(2026, 1, 1)
 """Date for templates that write today's and have none for programs without a clock (gpt-oss, Granite, Devstral)."""
 
@@ -143,7 +145,8 @@ class ChatTemplate:
         # A template that takes texts as well (Gemma 3, Qwen-VL) writes its own token for a part that is a picture.
         self._takes_places = reads_parts and PLACE not in self.stop_tokens and self._writes(as_parts(f"{PLACE}{SEEN}"))
         if "tool_calls" in self.source:
-            self.arguments = form_taken(self._rendered_if_taken)
+            joins = self.source.startswith(WITH_TOOLS)
+            self.arguments = form_taken(self._rendered_with_tools if joins else self._rendered_if_taken)
 
     @property
     def reads_parts(self) -> bool:
@@ -202,13 +205,16 @@ class ChatTemplate:
         """Whether the template writes a message with this content, which contains :data:`SEEN`."""
         return SEEN in self._rendered_if_taken([{"role": "user", "content": content}])
 
-    def _rendered_if_taken(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _rendered_if_taken(self, messages: Sequence[Mapping[str, Any]], tools: object = None) -> str:
         """Renders trial messages; empty where the template refuses them."""
         try:
             with limited():
-                return self.render(messages)
+                return self.render(messages, tools)
         except Exception:  # the template may need other roles, or tools
             return ""
+
+    def _rendered_with_tools(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return self._rendered_if_taken(messages, [TRIAL_TOOL])
 
     def conversation(
         self, line: str, origin: str, column: str, form: str = "auto", rendered_before: bool = False

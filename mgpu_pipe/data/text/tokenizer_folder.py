@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.data.text.conversations import WITH_TOOLS
 from mgpu_pipe.data.text.tokenizer_record import check_record
 from mgpu_pipe.errors import ConfigError, MgpuError, ModelFolderError
 from mgpu_pipe.system.local_files import (
@@ -98,10 +99,18 @@ def chat_template(folder: Path) -> str | None:
         if is_file(folder / name):
             template = json_file(folder / name).get("chat_template")
             if isinstance(template, list):
-                template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+                template = _of_names({entry["name"]: entry["template"] for entry in template})
             if isinstance(template, str):
                 return template
     return None
+
+
+def _of_names(templates: dict[str, Any]) -> Any:
+    """The template of a list of them: as in transformers ``tool_use`` where a conversation has tools, else default."""
+    default, with_tools = templates.get("default"), templates.get("tool_use")
+    if not (isinstance(default, str) and isinstance(with_tools, str)):
+        return default
+    return f"{WITH_TOOLS}{with_tools}{{% else %}}{default}{{% endif %}}"
 
 
 def chat_of(folder: Path, places: tuple[str, ...] | None = None) -> ChatTemplate | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mgpu_pipe.data.text.render_chat import ChatTemplate
+from mgpu_pipe.data.text.tokenizer_folder import chat_template
 from tests.support.real_folders import need_chat_templates
 
 ARGUMENTS = {"city": "Zürich", "days": 3}
@@ -83,3 +85,21 @@ def test_published_templates_write_either_form_alike() -> None:
             forms.setdefault(str(template.arguments), []).append(file.stem)
     assert {"qwen2_5", "llama3_1", "glm4moe"} <= {*forms["object"]}
     assert {"deepseekv3"} <= {*forms["string"]} and {"qwen3"} <= {*forms["None"]}
+
+
+def test_a_conversation_with_tools_gets_the_folders_template_for_tools(tmp_path: Path) -> None:
+    """Hermes' and Command R's folders hold both templates; transformers chooses alike."""
+    plain = TEMPLATE.partition("{%% for call")[0].replace("%%", "%") + "<end>\n{% endfor %}"
+    named = {"default": plain, "tool_use": "{{ tools | tojson }}\n" + TEMPLATE % QWEN25}
+    listed = [{"name": name, "template": source} for name, source in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    template = ChatTemplate(chat_template(tmp_path) or "", {"eos_token": "<end>"}, ("<end>",))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    for arguments in (ARGUMENTS, WRITTEN):
+        line = json.dumps({**json.loads(row(arguments)), "tools": [tool]})
+        text, spans = template.conversation(line, "f:1", "messages")
+        assert text.startswith(json.dumps([tool]) + "\n<user>")
+        assert next(text[start:end] for start, end in spans) == f'{{"name": "weather", "arguments": {WRITTEN}}}<end>'
+    ends = ChatTemplate(plain, {"eos_token": "<end>"}, ("<end>",))
+    asked = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    assert template.conversation(asked, "f:1", "messages") == ends.conversation(asked, "f:1", "messages")

@@ -43,6 +43,10 @@ NEW: dict[str, tuple[dict[str, Any], str]] = {
         CHATML,
     ),
     "another role": (talk({**USER, "role": "Human"}, ANSWER), CHATML),
+    "tools of a template for tools": (
+        talk(tools=[{"type": "function", "function": {"name": "f"}}]),
+        "{% if tools %}{{ tools }}" + CHATML + "{% else %}" + CHATML + "{% endif %}",
+    ),
     "another mark": (talk(USER, ANSWER, USER, {**ANSWER, "training": False}), CHATML),
     "a place of no picture": (talk({**USER, "content": "a <image> b"}, ANSWER), PARTS),
     "another field of reasoning": (talk(USER, {**ANSWER, "thinking": "why"}), REASONING),
