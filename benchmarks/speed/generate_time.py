@@ -21,7 +21,9 @@ from typing import Any
 from benchmarks.processes import run_group
 from benchmarks.support import finish
 
-BLOCKS, TP_BLOCKS = 3, 1
+BLOCKS, BATCH_BLOCKS, TP_BLOCKS = 3, 2, 1
+WARM_UP = 8
+"""Tokens of each kind of text before the timed ones."""
 MODEL = ("model=llama_small", "model.config.vocab_size=304")
 PROMPTS, SHORTEST, LONGEST, BATCH_SIZE, NEW_TOKENS = 64, 10, 500, 16, 32
 BIG = {"vocab_size": 1_000_000, "tie_word_embeddings": True}
@@ -57,8 +59,8 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def medians(*works: Callable[[], Any], blocks: int = BLOCKS) -> list[float]:
-    """Seconds of each work, in blocks that alternate; the first block warms up."""
-    seconds = [[timed(work) for work in works] for _ in range(blocks + 1)][1:]
+    """Seconds of each work, in blocks that alternate; every work ran before."""
+    seconds = [[timed(work) for work in works] for _ in range(blocks)]
     return [statistics.median(column) for column in zip(*seconds, strict=True)]
 
 
@@ -94,7 +96,7 @@ def one_answer(folder: Path) -> list[float]:
     return medians(own_answer, their_answer)
 
 
-def own_batches(folder: Path, rank: int = 0, processes: int = 1, blocks: int = BLOCKS) -> float:
+def own_batches(folder: Path, rank: int = 0, processes: int = 1, blocks: int = BATCH_BLOCKS) -> float:
     """Seconds of a job; all its processes begin together."""
     import torch
     import torch.distributed as dist
@@ -138,7 +140,8 @@ def their_batches(folder: Path) -> float:
             inputs = tokenizer(prompts[first : first + BATCH_SIZE], return_tensors="pt", padding=True)
             theirs.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=0, pad_token_id=0)
 
-    return medians(batches)[0]
+    batches()
+    return medians(batches, blocks=BATCH_BLOCKS)[0]
 
 
 def tensor_parallel(folder: Path) -> list[float]:
@@ -155,9 +158,9 @@ def tensor_parallel(folder: Path) -> list[float]:
     config, _ = compose([*MODEL, "strategy=tp", "trainer.devices=2", "precision=fp32"])
     parallel = open_parallel(source, evaluation_config(source, config), torch.device("cpu"))
     tokenizer, prompt = load_tokenizer(folder), [5, 6, 7, 8]
-    sampling = Sampling(TEXT - len(prompt), 0.0, None, None)
 
-    def text(use_cache: bool) -> str:
+    def text(use_cache: bool, tokens: int = TEXT) -> str:
+        sampling = Sampling(tokens - len(prompt), 0.0, None, None)
         with generation_mode(parallel.model):
             [answer] = continue_batch(
                 *(parallel.model, tokenizer, [prompt], sampling, [0]), is_answer=False, use_cache=use_cache
@@ -165,6 +168,7 @@ def tensor_parallel(folder: Path) -> list[float]:
         assert answer.num_tokens == sampling.max_new_tokens
         return answer.text
 
+    text(True, WARM_UP), text(False, WARM_UP)
     return medians(lambda: text(True), lambda: text(False), blocks=TP_BLOCKS)
 
 
@@ -214,8 +218,8 @@ def main() -> None:
         "Greedy answers of llama_small in fp32, and the memory of exports",
         ["what", "first", "second", "ratio", "wanted"],
         rows,
-        f"Medians of {BLOCKS} blocks ({TP_BLOCKS} under tp) after a warm-up. {PROMPTS} prompts of {SHORTEST} to "
-        f"{LONGEST} words, batches of {BATCH_SIZE}, {NEW_TOKENS} new tokens each.",
+        f"Medians of {BLOCKS} blocks ({BATCH_BLOCKS} of a file, {TP_BLOCKS} under tp) after a warm-up. "
+        f"{PROMPTS} prompts of {SHORTEST} to {LONGEST} words, batches of {BATCH_SIZE}, {NEW_TOKENS} new tokens each.",
     )
     print(f"written: {out}", file=sys.stderr)
 
