@@ -16,7 +16,7 @@ from mgpu_pipe.data.text.conversations import LITERAL
 from mgpu_pipe.data.text.cut_texts import TurnEncoder
 from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer, follows_file, refuse_library_errors
 from mgpu_pipe.errors import BadInputError, print_text
-from mgpu_pipe.inference.sampling import RowSampling, Sampling
+from mgpu_pipe.inference.sampling import RowSampling, Sampling, StopTexts
 from mgpu_pipe.models.rotary import length_at_hand
 from mgpu_pipe.system.local_files import is_file
 
@@ -78,6 +78,8 @@ def generate_text(
     temperature: float | None = None,
     top_k: int | None = 50,
     top_p: float | None = None,
+    min_p: float | None = None,
+    stop: Sequence[str] = (),
     seed: int = 0,
     together: bool = False,
     forward: Callable[..., Any] | None = None,
@@ -93,17 +95,17 @@ def generate_text(
         prompts: texts, or with ``chat`` also conversations, lists of messages.
         chat: template of a chat model: a text is the user's message, and the answer ends with its turn.
         temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.
-        top_k, top_p: draw among the likeliest only; None does not restrict.
+        top_k, top_p, min_p: draw among the likeliest only; None does not restrict.
+        stop: texts before which an answer ends.
         seed: of the draws. Each prompt has its own stream, independent of the other prompts. The process's random
             state does not change.
-        together: the model is sharded over all processes, which all make this call and end each prompt together.
+        together: the model is sharded over all processes, which all make this call.
         forward: replaces the model's forward pass; it gets the whole text so far for each new token, unless it keeps a
             cache (:func:`keeps_cache`).
         streamer: of transformers; gets the ids of the prompt and then each new id.
         batch_size: prompts of one forward pass, where temperature is 0.
         visuals: the pictures and videos of each prompt.
-        draft: proposes tokens that the model checks, see :mod:`mgpu_pipe.inference.open`; for temperature 0 and
-            a batch of one.
+        draft: proposes tokens that the model checks (:func:`.open.open_draft`); for temperature 0 and a batch of one.
 
     Raises:
         BadInputError: the model is one of speech; or a prompt fills the model's context, is refused by the chat
@@ -120,7 +122,7 @@ def generate_text(
         forward = forward or EncoderDecoderForward(model)
     if temperature is None:
         temperature = 0.0 if is_encoder_decoder else 0.8
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p)
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, min_p, stop)
     device, end_ids = input_device(model), end_tokens(tokenizer, chat)
     with generation_mode(model, forward):
         token_ids = [encode(tokenizer, prompt, chat) for prompt in prompts]
@@ -248,7 +250,7 @@ def continue_batch(
     Args:
         end_ids: tokens that end a text.
         is_answer: whether a continuation stands by itself.
-        row_seeds: seeds of the draws of each prompt; None draws from the process's random state.
+        row_seeds: of each prompt; None draws from the process's random state.
         together, draft: see :func:`generate_text`.
         encoder_alone: whether an encoder may run without its decoder; else the forward pass is
             :class:`.parallel_run.EncoderDecoderForward`.
@@ -258,9 +260,8 @@ def continue_batch(
     """
     is_encoder_decoder, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
     if is_encoder_decoder and end is not None:
-        token_ids = [
-            ids if ids[-1] == end else [*ids, int(end)] for ids in token_ids
-        ]  # sources end like this in training
+        # Sources end like this in training.
+        token_ids = [ids if ids[-1] == end else [*ids, int(end)] for ids in token_ids]
     if visual_inputs is None:
         for ids in token_ids:
             require_rows(model, tokenizer, ids)
@@ -273,6 +274,7 @@ def continue_batch(
     settings = _generation_config(model, sampling, longest, end_ids, filler, use_cache)
     if draft is not None:
         _require_context(draft, longest + settings.max_new_tokens)
+    stops = StopTexts(tokenizer, sampling.stop, start)
     inputs, mask = _padded_left(token_ids, filler, input_device(model))
     encoded = {} if encoder_alone or not is_encoder_decoder else {"encoder_outputs": source_ids(inputs)}
     output = model.generate(  # type: ignore[operator]
@@ -282,6 +284,7 @@ def continue_batch(
         synced_gpus=together,
         streamer=streamer,
         logits_processor=processors,
+        stopping_criteria=[stops] if sampling.stop else None,
         assistant_model=draft,
         **encoded,
         **(visual_inputs or {}),
@@ -293,7 +296,7 @@ def continue_batch(
             text = str(tokenizer.decode(row, skip_special_tokens=True))
         else:
             text = decode_answer(tokenizer, ids, new, is_answer)
-        answers.append(Answer(text, len(new), len(new) < len(row)))
+        answers.append(Answer(stops.cut(text), len(new), len(new) < len(row) or stops.cut(text) != text))
     return answers
 
 

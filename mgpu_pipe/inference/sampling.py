@@ -1,4 +1,4 @@
-"""Choice of the next token: its settings, and draws from a random stream of each row."""
+"""Choice of the next token: its settings, draws from a random stream of each row, and texts that end an answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 SMALLEST_TEMPERATURE = 1e-5
 """Below it logits overflow; the likeliest token has all of the probability anyway."""
@@ -23,6 +28,8 @@ class Sampling:
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None = None
+    stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.temperature < SMALLEST_TEMPERATURE:
@@ -36,6 +43,7 @@ class Sampling:
                 "temperature": self.temperature,
                 "top_k": self.top_k or 0,
                 "top_p": self.top_p or 1.0,
+                "min_p": self.min_p,
             }
         return {"do_sample": False}
 
@@ -51,6 +59,8 @@ class RowDraws:
                 self._warpers.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p is not None:
                 self._warpers.append(TopPLogitsWarper(sampling.top_p))
+            if sampling.min_p is not None:
+                self._warpers.append(MinPLogitsWarper(sampling.min_p))
 
     def numbers(self, seed: int) -> torch.Tensor:
         """Uniform numbers of a row with ``seed``, one for each new token, float64; empty for the likeliest tokens."""
@@ -87,6 +97,30 @@ class RowSampling(LogitsProcessor):
         place = input_ids.shape[1] - self._prompt_length
         tokens = self._draws.choose(scores, [numbers[place:] for numbers in self._numbers])
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)  # type: ignore[return-value]
+
+
+class StopTexts(StoppingCriteria):
+    """Ends a text whose new tokens hold one of ``stop``, also where it lies across tokens.
+
+    Args:
+        start: tokens before the new ones.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int = 0) -> None:
+        self._tokenizer, self._stop, self._start = tokenizer, stop, start
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.BoolTensor:
+        ended = [self.is_in(row) for row in input_ids[:, self._start :].tolist()]
+        return torch.tensor(ended, device=input_ids.device)  # type: ignore[return-value]
+
+    def is_in(self, new_ids: Sequence[int]) -> bool:
+        """Whether the text of new tokens holds a stop."""
+        text = str(self._tokenizer.decode(list(new_ids), skip_special_tokens=True)) if self._stop else ""
+        return any(stop in text for stop in self._stop)
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop."""
+        return text[: min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)]
 
 
 def row_seed(seed: int, line: int) -> int:

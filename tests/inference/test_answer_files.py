@@ -78,6 +78,27 @@ def test_greedy_answers_are_those_of_transformers_prompt_by_prompt(place: Path) 
         assert (row["tokens"], row["finish_reason"]) == (new, "stop" if ended else "length")
 
 
+@pytest.mark.parametrize("batches", ["continuous", "padded"])
+def test_an_answer_ends_before_a_stop_text_across_tokens(
+    place: Path, batches: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = place / "greedy.jsonl"
+    before = whole.read_bytes() if whole.exists() else answer(place, whole.name, *GREEDY, "--batch-size", "6")
+    rows = [json.loads(line) for line in before.splitlines()]
+    texts = [row["answer"] for row in rows if len(row["answer"]) > 12]
+    stops = [texts[0][4:9], texts[-1][5:8]]
+    if batches == "padded":
+        monkeypatch.setattr("mgpu_pipe.inference.batch.answer.takes_rows", lambda model: False)
+    words = [*GREEDY, "--batch-size", "6", *(word for stop in stops for word in ("--stop", stop))]
+    stopped = [json.loads(line) for line in answer(place, f"stop_{batches}.jsonl", *words).splitlines()]
+    for row, full in zip(stopped, rows, strict=True):
+        places = [full["answer"].find(stop) for stop in stops if stop in full["answer"]]
+        assert row["answer"] == (full["answer"][: min(places)] if places else full["answer"])
+        assert row["finish_reason"] == ("stop" if places else full["finish_reason"])
+        assert row["tokens"] <= full["tokens"]
+    assert any(row != full for row, full in zip(stopped, rows, strict=True))
+
+
 @pytest.mark.parametrize("form", ["p.csv", "p.parquet", "p.json", "batch.jsonl"])
 def test_tables_and_batch_files_are_answered_as_rows_of_prompts(
     place: Path, form: str, capfd: pytest.CaptureFixture[str]
@@ -264,6 +285,7 @@ def test_bad_rows_are_named_and_refused_or_skipped(place: Path, capfd: pytest.Ca
     ("words", "said"),
     [
         (["--input", "nosuch.jsonl", "--output", "x.jsonl"], "--input=nosuch.jsonl: no such file"),
+        (["--input", "prompts.jsonl", "--output", "x.jsonl", "--stop", ""], "--stop=: every text holds an empty one"),
         (["--input", "prompts.jsonl"], "nowhere to write the answers; add --output FILE"),
         (["--prompt", "a", "--output", "x.jsonl"], "--output: only works with --input"),
         (["--prompt", "a", "trainer.devices=2"], "trainer.devices=2: only works with --input"),

@@ -86,6 +86,15 @@ def test_draws_are_those_of_padded_batches_and_take_fewer_passes() -> None:
     assert work.passes <= 0.75 * padded, (work.passes, padded)
 
 
+@pytest.mark.parametrize(("min_p", "last"), [(None, 3), (0.2, 2), (0.5, 1), (0.9, 0)])
+def test_min_p_keeps_tokens_of_that_share_of_the_likeliest(min_p: float | None, last: int) -> None:
+    """The highest number draws the last token that is kept; transformers' own ``generate`` gets the setting too."""
+    sampling = Sampling(1, 1.0, None, None, min_p)
+    scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert RowDraws(sampling).choose(scores, [torch.tensor([1 - 1e-6], dtype=torch.float64)]).tolist() == [last]
+    assert sampling.settings()["min_p"] == min_p
+
+
 @pytest.mark.parametrize("family", ["t5", "mamba", "mistral"])
 def test_caches_of_other_states_keep_padded_batches(family: str) -> None:
     """Mistral's tiny model has a sliding window, whose cache forgets."""

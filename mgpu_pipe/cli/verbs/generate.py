@@ -63,6 +63,8 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
+    parser.add_argument("--min-p", type=share, metavar="P", help="draw among tokens of P times the likeliest's share")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text; repeatable")
     parser.add_argument("--seed", type=random_seed, default=0, metavar="N", help="of the draws; default 0")
     parser.add_argument(
         "--raw", action="store_true", help="continue the prompt, also where the model has a chat template"
@@ -96,6 +98,8 @@ def _check_file_arguments(arguments: argparse.Namespace) -> None:
             option = arguments.overrides[0] if name == "overrides" else f"--{name.replace('_', '-')}"
             problem = "a file of prompts holds all prompts" if has_file else "only works with --input"
             raise BadInputError(f"{option}: {problem}; leave it out" + ("" if has_file else ", or add --input FILE"))
+    if "" in (arguments.stop or ()):
+        raise BadInputError("--stop=: every text holds an empty one; give a text")
     if has_file and arguments.output is None:
         raise BadInputError(f"--input={arguments.input}: nowhere to write the answers; add --output FILE")
 
@@ -130,6 +134,8 @@ def _answer_file(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         raw=arguments.raw,
         on_bad_row=arguments.on_bad_row or "refuse",
+        min_p=arguments.min_p,
+        stop=arguments.stop,
     )
     return run_job(settings, source, config)
 
@@ -190,6 +196,8 @@ def _answer(arguments: argparse.Namespace, run: LoadedRun, prompts: Sequence[str
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        stop=arguments.stop or (),
         seed=arguments.seed,
         visuals=PromptVisuals.from_files(run, *files),
         draft=draft,

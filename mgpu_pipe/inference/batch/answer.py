@@ -41,7 +41,7 @@ from mgpu_pipe.inference.generation import (
     require_rows,
 )
 from mgpu_pipe.inference.open import LoadedRun
-from mgpu_pipe.inference.sampling import RowDraws, Sampling, row_seed
+from mgpu_pipe.inference.sampling import RowDraws, Sampling, StopTexts, row_seed
 from mgpu_pipe.inference.visual_prompts import (
     PromptVisuals,
     VisualReader,
@@ -93,12 +93,7 @@ def answer_prompts(
     before = set(folder.numbers())
     if share.is_first:
         folder.compare_files(digest_files(rows))
-        for row in rows:
-            if row.error:
-                print_line(f"note: {row.error}; skipped", file=sys.stderr)
-        if unread := dict.fromkeys(name for row in rows for name in row.unread):
-            line = f"note: {settings.input}: the {', '.join(unread)} of its rows are not read; give options of generate"
-            print_line(line, file=sys.stderr)
+        _print_notes(rows, settings.input)
     with generation_mode(run.model, forward):
         seconds = compute_batches(folder, share, batches, good, engine.answer, "answer")
     if not share.is_first:
@@ -110,6 +105,15 @@ def answer_prompts(
     folder.finish({line: _with_keys(row, keys.get(line)) for line, row in {**answers, **bad}.items()})
     speed = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
     print_line(f"{good} answers in {settings.output}; {speed}", file=sys.stderr, flush=True)
+
+
+def _print_notes(rows: Sequence[PromptRow], path: Path) -> None:
+    """Name the rows that are skipped, and settings that a job has for all rows."""
+    lines = [f"{row.error}; skipped" for row in rows if row.error]
+    if unread := dict.fromkeys(name for row in rows for name in row.unread):
+        lines.append(f"{path}: the {', '.join(unread)} of its rows are not read; give options of generate")
+    for line in lines:
+        print_line(f"note: {line}", file=sys.stderr)
 
 
 def _with_keys(record: bytes, keys: Mapping[str, Any] | None) -> bytes:
@@ -140,8 +144,11 @@ class AnswerEngine:
         temperature = settings.temperature
         if temperature is None:
             temperature = 0.0 if is_encoder_decoder else 0.8
-        self._sampling = Sampling(settings.max_new_tokens, temperature, settings.top_k, settings.top_p)
+        self._sampling = Sampling(
+            settings.max_new_tokens, temperature, settings.top_k, settings.top_p, settings.min_p, settings.stop or ()
+        )
         self._ends = end_tokens(self.tokenizer, self.chat)
+        self._stops = StopTexts(self.tokenizer, self._sampling.stop)
         self.is_continuous = not is_cut and takes_rows(run.model)
 
     @cached_property
@@ -215,10 +222,10 @@ class AnswerEngine:
         ]
         filler = self.tokenizer.eos_token_id or 0
         device = input_device(self._run.model)
-        batch = RowBatch(self._run.model, self._sampling, self._ends, filler, device)
+        batch = RowBatch(self._run.model, self._sampling, self._ends, filler, device, self._stops.is_in)
         for row in answer_rows(batch, waiting, self._settings.batch_size):
             text = decode_answer(self.tokenizer, row.prompt, row.new, self.chat is not None)
-            yield prompts[row.number].line, Answer(text, len(row.new), row.is_ended)
+            yield prompts[row.number].line, Answer(self._stops.cut(text), len(row.new), row.is_ended)
 
     def _answer_together(self, rows: Sequence[PromptRow]) -> list[Answer]:
         """The answers of rows that go through the model together, to the end of the longest."""

@@ -7,7 +7,7 @@ by iteration: Yu et al. 2022, Orca, https://www.usenix.org/conference/osdi22/pre
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +73,20 @@ class RowBatch:
     Args:
         end_ids: tokens that end a text.
         filler: stands in the places without a token.
+        is_stopped: whether the new tokens of a row hold a text that ends it.
     """
 
     def __init__(
-        self, model: PreTrainedModel, sampling: Sampling, end_ids: Sequence[int], filler: int, device: torch.device
+        self,
+        model: PreTrainedModel,
+        sampling: Sampling,
+        end_ids: Sequence[int],
+        filler: int,
+        device: torch.device,
+        is_stopped: Callable[[Sequence[int]], bool] = lambda ids: False,
     ) -> None:
         self._model: Any = model
+        self._is_stopped = is_stopped
         self._draws, self._end_ids, self._filler, self._device = RowDraws(sampling), end_ids, filler, device
         taken = inspect.signature(model.forward).parameters
         self._takes_positions, self._last = "position_ids" in taken, {}
@@ -123,6 +131,7 @@ class RowBatch:
         tokens = self._draws.choose(output.logits[:, -1].float(), [row.draws[len(row.new) :] for row in rows])
         for row, token in zip(rows, tokens.tolist(), strict=True):
             row.take(token, self._end_ids)
+            row.is_ended = row.is_ended or self._is_stopped(row.new)
 
     def _leave(self) -> list[Row]:
         """Remove the rows that are done from the cache."""

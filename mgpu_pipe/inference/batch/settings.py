@@ -97,6 +97,7 @@ class AnswerSettings(JobSettings):
     Attributes:
         on_bad_row: ``refuse`` or ``skip``.
         raw: whether a chat model continues the prompt as a text.
+        stop: texts that end an answer, see :class:`.sampling.StopTexts`.
     """
 
     max_new_tokens: int
@@ -106,6 +107,8 @@ class AnswerSettings(JobSettings):
     seed: int
     raw: bool
     on_bad_row: Literal["refuse", "skip"]
+    min_p: float | None = None
+    stop: list[str] | None = None
 
     def folder(self) -> LineFolder:
         return LineFolder(self.output)
