@@ -25,16 +25,22 @@ MOST_DIGITS = sys.int_info.default_max_str_digits
 """Digits of a number; a longer name counts as a word."""
 
 
-def class_names(model: ModelConfig, data: DataConfig, there: Collection[str]) -> list[str]:
+def class_names(
+    model: ModelConfig, data: DataConfig, trained: Collection[str], evaluated: Collection[str] = ()
+) -> list[str]:
     """``data.classes``, else the trained classifier's, else those that a file of the datasets library lists, else the
-    data's; ConfigError for unlisted, too few, or other than its labels."""
-    names, key = list(data.classes), "data.classes"
+    data's; ConfigError for unlisted, too few, other than its labels, or of ``evaluated`` samples alone."""
+    names, key, there = list(data.classes), "data.classes", {*trained, *evaluated}
     if not names:
         names, key = _of_the_model(model), "model.config.id2label"
     if not names:
         names, key = _of_the_files(data), "data.label_column"
     if not names:
         names, key = sorted(there, key=in_order), "data.label_column"
+        if unknown := sorted(there.difference(trained)):
+            reason = f"no training sample has the class {shortened(unknown[0])!r}"
+            fix = "give training samples of it, or name all classes by data.classes"
+            raise ConfigError("data.validation_paths", data.validation_paths, fix, reason)
     strange = sorted((name for name in there if class_number(name, names) is None), key=in_order)
     if strange:
         reason = f"the data also has a class {shortened(strange[0])!r}"

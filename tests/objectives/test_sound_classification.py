@@ -165,7 +165,7 @@ def test_split_folders_are_found_and_a_class_that_is_only_held_out_is_refused(tm
     assert "val held out" in told and "1 recordings in no folder of a class are left out" in told
     (held / "strange").mkdir()
     write_wav(held / "strange" / "0.wav", tones("ab", 77))
-    with pytest.raises(ConfigError, match=r"no training recording has the class 'strange'.*data.classes"):
+    with pytest.raises(ConfigError, match=r"no training sample has the class 'strange'.*data.classes"):
         prepare(labelled(tmp_path))
     known: Any = prepare(labelled(tmp_path, "data.classes=[high,low,mixed,strange]"))
     assert "no training recording has the class strange" in known.told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -101,3 +102,32 @@ def write_chats(folder: Path) -> None:
         {"messages": said("Do you see me?", "No.")},
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+TO_XYZ = np.array([[0.4361, 0.3851, 0.1431], [0.2225, 0.7169, 0.0606], [0.0139, 0.0971, 0.7141]])
+"""sRGB's linear colours as XYZ under D50 (ICC.1: Annex E; IEC 61966-2-1)."""
+
+
+def colour_profile(gamma: float, to_xyz: np.ndarray | None = None) -> bytes:
+    """An ICC profile (ICC.1:2001-04) of one exponent: of grey, or of colours whose XYZ under D50 are the columns of
+    ``to_xyz``."""
+
+    def point(values: Iterable[float]) -> bytes:
+        return b"XYZ " + bytes(4) + struct.pack(">3i", *(round(value * 65536) for value in values))
+
+    curve = b"curv" + bytes(4) + struct.pack(">IH", 1, round(gamma * 256)) + bytes(2)
+    parts = {b"wtpt": point((0.9642, 1, 0.8249))}
+    if to_xyz is None:
+        parts[b"kTRC"] = curve
+    else:
+        for name, column in zip("rgb", to_xyz.T, strict=True):
+            parts |= {f"{name}XYZ".encode(): point(column), f"{name}TRC".encode(): curve}
+    start = 128 + 4 + 12 * len(parts)
+    head = struct.pack(">I", len(parts))
+    for tag, content in parts.items():
+        head += tag + struct.pack(">2I", start, len(content))
+        start += len(content)
+    kinds = b"mntr" + (b"GRAY" if to_xyz is None else b"RGB ") + b"XYZ "
+    white = struct.pack(">3i", 63190, 65536, 54061)
+    fields = struct.pack(">I4sI", start, bytes(4), 0x02400000) + kinds + bytes(12) + b"acsp" + bytes(28) + white
+    return fields.ljust(128, b"\0") + head + b"".join(parts.values())

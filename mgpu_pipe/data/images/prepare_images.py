@@ -76,8 +76,8 @@ def prepare_images(
             train on.
     """
     scan = scan_images(model, data, progress)
-    there = {name for manifest in scan.manifests for name in manifest["labels"]}
-    known = PreparedImages(**scan.fields(), classes=class_names(model, data, there))
+    trained, evaluated = (set(scan.manifests[place]["labels"]) for place in (0, -1))
+    known = PreparedImages(**scan.fields(), classes=class_names(model, data, trained, evaluated))
     return add_figures(known, data, (known.classes, scan.seen), scan)
 
 

@@ -125,7 +125,7 @@ def prepare_labelled(
         tokenizer_folder=tokenizer.folder,
         padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
         seq_len=data.seq_len,
-        classes=class_names(model, data, {name for store in stores for name in stored_names(store)}),
+        classes=class_names(model, data, *(set(stored_names(store)) for store in (folder, held_folder))),
         num_documents=sum(TokenStore.open(store).num_documents for store in stores),
         on_too_long=rule_of(data),
         bad_samples=notes_of(map(read_manifest, stores)).bad,

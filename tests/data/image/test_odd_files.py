@@ -24,7 +24,7 @@ from tests.data.image.test_pictures import configured
 from tests.objectives.test_videos import chats
 from tests.support.fuzzing import changed
 from tests.support.needs import need_pyav
-from tests.support.pictures import noise, said, stored
+from tests.support.pictures import TO_XYZ, colour_profile, noise, said, stored
 from tests.support.videos import frames_of as drawn
 
 TIFFS = ("raw", "tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")
@@ -98,6 +98,91 @@ def test_a_bitmap_whose_alpha_is_zero_keeps_its_colours() -> None:
         assert (pixels(decode(raw, 3)) == pixels(picture)).all()
 
 
+WIDE = np.array([[0.5151, 0.2920, 0.1571], [0.2412, 0.6922, 0.0666], [-0.0011, 0.0419, 0.7841]])
+"""Display P3's linear colours as XYZ under D50."""
+
+
+def in_srgb(linear: np.ndarray) -> np.ndarray:
+    """IEC 61966-2-1 of values from 0 to 1, as 8 bits."""
+    linear = linear.clip(0, 1)
+    return np.round(255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055))
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_colours_of_a_profile_are_those_of_srgb(form: str) -> None:
+    """A phone's wide colours, a linear grey, a profile that is as good as sRGB's, and a damaged one. Oracle: numpy."""
+    smooth = Image.merge("RGB", [Image.linear_gradient("L").rotate(90 * turn).resize((32, 32)) for turn in range(3)])
+    options: dict[str, Any] = {"quality": 100, "lossless": True, "subsampling": 0}
+    plain = pixels(decode(stored(smooth, form, **options), 3))
+    wide = decode(stored(smooth, form, icc_profile=colour_profile(2.2, WIDE), **options), 3)
+    expected = in_srgb((plain / 255) ** 2.2 @ WIDE.T @ np.linalg.inv(TO_XYZ).T)
+    assert np.abs(pixels(wide) - expected).max() < 6 and np.abs(plain - expected).max() > 20
+    grey = Image.linear_gradient("L").resize((32, 32))
+    if form != "WEBP":  # which stores grey as colours
+        linear = decode(stored(grey, form, icc_profile=colour_profile(1.0), **options), 1)
+        assert np.abs(pixels(linear) - in_srgb(pixels(decode(stored(grey, form, **options), 1)) / 255)).max() <= 2
+    for unused in (colour_profile(2.2, WIDE)[:-40], b"no profile", colour_profile(1.0)):
+        assert (pixels(decode(stored(smooth, form, icc_profile=unused, **options), 3)) == plain).all()
+
+
+def test_a_profile_leaves_what_is_transparent() -> None:
+    clear = noise(1, 8, "RGBA")
+    clear.putalpha(Image.linear_gradient("L").resize((8, 8)))
+    for picture, profile in ((clear, colour_profile(2.2, WIDE)), (clear.convert("LA"), colour_profile(1.0))):
+        seen = pixels(decode(stored(picture, icc_profile=profile), 3))
+        opaque = picture.convert(picture.mode[:-1])
+        colours, alpha = (
+            pixels(decode(stored(opaque, icc_profile=profile), 3)),
+            pixels(clear.getchannel("A"))[..., None],
+        )
+        assert np.abs(seen - (colours * alpha + 255 * (255 - alpha)) / 255).max() <= 1
+
+
+@pytest.mark.parametrize("colours", [1, 3])
+def test_a_clear_colour_of_16_bits_is_clear(colours: int) -> None:
+    """PNG's chunk tRNS (ISO/IEC 15948, 11.3.2.1), which names a colour in the file's bits."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    values = np.full((4, 4, colours), 0x1234, ">u2")
+    values[0, 0] = 0x8001
+    lines = b"".join(b"\0" + line.tobytes() for line in values)
+    head = chunk(b"IHDR", struct.pack(">2I5B", 4, 4, 16, colours - 1, 0, 0, 0))
+    clear, end = chunk(b"tRNS", values[0, 0].tobytes()), chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
+    seen = pixels(decode(b"\x89PNG\r\n\x1a\n" + head + clear + end, 3))
+    assert (seen[0, 0] == 255).all() and (seen[1:] == 18).all()
+
+
+def test_smaller_copies_in_a_tiff_are_no_frames_and_a_thumbnail_is_no_picture() -> None:
+    """Scanners add smaller copies, which tag 254 names; cameras' raw files (DNG, NEF, ARW) begin with one."""
+
+    def pages(*kinds: int) -> bytes:
+        content = io.BytesIO()
+        images = [noise(number, 12) for number, _ in enumerate(kinds)]
+        for image, kind in zip(images, kinds, strict=True):
+            image.encoderinfo = {"tiffinfo": {254: kind}}  # type: ignore[attr-defined]
+        images[0].save(content, "TIFF", save_all=True, append_images=images[1:], tiffinfo={254: kinds[0]})
+        return content.getvalue()
+
+    assert (pixels(decode(pages(0, 1, 4), 3)) == pixels(noise(0, 12))).all()
+    with pytest.raises(BadSampleError, match="has 2 frames"):
+        decode(pages(0, 1, 2), 3)
+    for raw in (pages(1, 0), stored(noise(1), "TIFF", tiffinfo={50706: b"\1\4\0\0"})):
+        with pytest.raises(
+            BadSampleError, match="is a camera's raw file, or has a thumbnail first; develop it to JPEG"
+        ):
+            decode(raw, 3)
+
+
+def test_only_boxes_turn_an_avif(tmp_path: Path) -> None:
+    """Pillow also reads the orientation that an editor left in XMP; viewers do not (AV1 Image File Format)."""
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    raw = stored(Image.linear_gradient("L").resize((96, 64)).convert("RGB"), "AVIF", xmp=xmp)
+    (tmp_path / "a.avif").write_bytes(raw)
+    assert size_of(tmp_path / "a.avif") == (64, 96) and decode(raw, 3).size == (96, 64)
+
+
 def test_a_turned_tiff_is_as_large_as_its_pixels(tmp_path: Path) -> None:
     exif = Image.Exif()
     for turn in range(1, 9):
@@ -128,7 +213,9 @@ def test_any_error_of_pillow_is_a_bad_sample() -> None:
         with pytest.raises(error) as raised:
             Image.open(io.BytesIO(raw)).load()
         assert not isinstance(raised.value, OSError)
-        with pytest.raises(BadSampleError, match=r"^cannot be read \(."):
+        with pytest.raises(
+            BadSampleError, match=r"^cannot be read \(.|^has more than 67,108,864 pixels; scale it down$"
+        ):
             decode(raw, 3)
 
 

@@ -24,7 +24,7 @@ from mgpu_pipe.data.images import picture_files as sources
 from mgpu_pipe.data.images import scan_images as scan
 from mgpu_pipe.data.images.decode_image import decode
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
-from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from tests.support.pictures import folder_of_classes, noise, stored, strange
 from tests.support.sampling import one_in
 
@@ -308,6 +308,16 @@ def test_folders_of_splits_are_no_classes(tmp_path: Path, held: str, caplog: pyt
     (root / "annotations" / "0.png").write_bytes(stored(noise(1)))
     with pytest.raises(ConfigErrors, match=r"and also annotations; name the splits by data\.paths"):
         preflight(config)
+
+
+def test_a_class_of_held_out_pictures_alone_is_refused(tmp_path: Path) -> None:
+    """Tiny ImageNet keeps its held-out pictures of all classes in one folder, ``val/images``."""
+    folder_of_classes(tmp_path / "set" / "train")
+    folder_of_classes(tmp_path / "set" / "val", classes=("images",))
+    named = f"data.paths=[{tmp_path / 'set'}]"
+    with pytest.raises(ConfigError, match="no training sample has the class 'images'; give training samples of it, or"):
+        prepare(configured(tmp_path, named))
+    assert prepare(configured(tmp_path, named, "data.classes=[dark,light,stripes,images]"))
 
 
 def test_a_folder_that_links_to_itself_is_walked_once(tmp_path: Path) -> None:
