@@ -281,7 +281,6 @@ _OWN: Mapping[str, Family] = {
     "qwen3_vl_moe_text": Family(
         packing="axes",
         stages=Stages(),
-        softmax_routers=True,
         sizes=Sizes("attention_bias", "attention_bias", head_norms=True, expert_width="moe_intermediate_size"),
     ),
     "roberta": Family(
