@@ -102,8 +102,7 @@ One Hydra configuration, one reproducible multi-GPU training run. Start with:
 verbs:
 {verbs}
 
-mgpu-pipe VERB --help tells what a verb takes.
-Tab completion in bash: eval "$(mgpu-pipe -sc install=bash)"
+VERB --help says more. Tab completion: eval "$(mgpu-pipe -sc install=bash)"
 """
 
 

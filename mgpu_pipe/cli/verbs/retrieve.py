@@ -64,4 +64,4 @@ def retrieve(argv: Sequence[str]) -> int:
     return EXIT_OK
 
 
-VERB = Verb("compare an encoder's search with BM25's, with a reranker after both", retrieve)
+VERB = Verb("compare an encoder's search with BM25's and a reranker's", retrieve)
