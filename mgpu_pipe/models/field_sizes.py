@@ -55,9 +55,11 @@ def size_errors(fields: Mapping[str, Any], model: ModelConfig, part_type: PartTy
     """Errors of numbers in resolved ``fields`` that no model has."""
     for name, value in _numbers(fields, ""):
         last = name.rpartition(".")[2]
-        if isinstance(value, float) and isfinite(value) and not (SIZES.search(last) or LENGTHS.search(last)):
+        counts_parts = any(word in last for word in COUNTS_PARTS)
+        is_size = counts_parts or SIZES.search(last) or LENGTHS.search(last)
+        if isinstance(value, float) and isfinite(value) and not is_size:
             continue  # a rotary base, a bound of gradients
-        most = MOST_PARTS if any(word in last for word in COUNTS_PARTS) and "vocab" not in last else MOST
+        most = MOST_PARTS if counts_parts and "vocab" not in last else MOST
         if not abs(value) <= most:  # NaN is not
             fix, reason = f"use at most {most:,}", "no model is that large" if value == value else "this is no number"
         elif value < 0 and last in NOT_NEGATIVE:
