@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from mgpu_pipe.data.text.conversations import SEEN, json_value
+from mgpu_pipe.data.text.conversations import SEEN
+from mgpu_pipe.data.text.foreign_messages import json_value
 
 Form = Literal["object", "string"]
 _ARGUMENTS = {"of": SEEN}

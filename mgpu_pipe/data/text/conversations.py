@@ -6,13 +6,19 @@ under any of their usual names.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.data.files import FIX, missing_column
-from mgpu_pipe.data.text.foreign_messages import GEMINI, foreign_text, row_of_gemini, standard_role, usual_messages
+from mgpu_pipe.data.text.foreign_messages import (
+    GEMINI,
+    foreign_text,
+    json_value,
+    row_of_gemini,
+    standard_role,
+    usual_messages,
+)
 from mgpu_pipe.errors import DataError
 
 SYSTEM, TOOLS, HISTORY, INPUT = "system", "tools", "history", "input"
@@ -137,16 +143,6 @@ def text_of(row: dict[str, Any], name: str, origin: str) -> str:
 def optional_text(row: dict[str, Any], name: str, origin: str) -> str:
     """Reads like :func:`text_of`; empty where the column is missing or empty."""
     return "" if row.get(name) is None else text_of(row, name, origin)
-
-
-def json_value(value: object) -> Any:
-    """Parses a string of JSON; returns any other value unchanged."""
-    if not isinstance(value, str) or not value.strip():
-        return value if not isinstance(value, str) else None
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def first_there(row: dict[str, Any], names: Sequence[str]) -> str | None:

@@ -25,9 +25,8 @@ from mgpu_pipe.data.text.conversations import (
     has_places,
     is_bare_tool,
     is_trained,
-    json_value,
 )
-from mgpu_pipe.data.text.foreign_messages import standard_role
+from mgpu_pipe.data.text.foreign_messages import json_value, standard_role
 from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, prompt_column
 from mgpu_pipe.errors import DataError
 

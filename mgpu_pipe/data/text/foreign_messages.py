@@ -6,6 +6,7 @@ The forms are those of ShareGPT (``from``, ``value``), OpenAI before ``tool_call
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,10 +48,21 @@ def usual_messages(messages: Iterable[object]) -> list[object]:
         before = joined[-1] if joined else None
         call = message.get("content") or SWIFT_CALL
         if isinstance(before, dict) and before.get("role") in ("assistant", SWIFT_CALL):
-            joined[-1] = {**before, "tool_calls": [*before.get("tool_calls", ()), call]}
+            calls = json_value(before.get("tool_calls")) or []
+            joined[-1] = {**before, "tool_calls": [*(calls if isinstance(calls, list) else [calls]), call]}
         else:
             joined.append({**message, "content": None, "tool_calls": [call]})
     return joined
+
+
+def json_value(value: object) -> Any:
+    """Parses a string of JSON; returns any other value unchanged."""
+    if not isinstance(value, str) or not value.strip():
+        return value if not isinstance(value, str) else None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _usual_names(message: object) -> object:

@@ -118,6 +118,13 @@ SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
                 {**SAID, "tool_calls": [{"name": "f", "arguments": {}}]},
             ],
         ),
+        *(
+            (
+                {"messages": [ASKED, {**SAID, "tool_calls": calls}, {"role": "tool_call", "content": '{"name": "f"}'}]},
+                [ASKED, {**SAID, "tool_calls": [{"name": name} for name in names]}],
+            )
+            for calls, names in ((None, "f"), ('[{"name": "g"}]', "gf"), ({"name": "g"}, "gf"))
+        ),
     ],
 )
 def test_known_columns_become_messages(row: dict[str, Any], expected: list[dict[str, Any]]) -> None:
