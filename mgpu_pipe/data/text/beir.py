@@ -32,9 +32,13 @@ def text_files(path: Path) -> list[Path]:
     """
     if table_suffix(path) != ".tsv":
         return []
-    with open_text(path, None) as file:
-        if file.readline(200).decode(errors="replace").split() != COLUMNS:
-            return []
+    try:
+        with open_text(path) as file:
+            head = file.readline(200).decode(errors="replace")
+    except OSError:  # reading its rows refuses it
+        return []
+    if head.split() != COLUMNS:
+        return []
     return [_near(path, name) for name in (QUERIES, CORPUS)]
 
 

@@ -205,6 +205,14 @@ def test_the_files_of_beir_are_joined(tmp_path: Path) -> None:
         check_sources(run.model, run.data)
 
 
+def test_a_broken_packed_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv.gz").write_bytes(b"\x1f\x8bno packed text")
+    run = of_file(tmp_path, tmp_path / "rows.tsv.gz")
+    for work in (lambda: check_sources(run.model, run.data), lambda: prepare(run)):
+        with pytest.raises(BadInputError, match=r"rows.tsv.gz"):
+            work()
+
+
 @pytest.mark.parametrize("columns", ["0\t10\t20", "how old\tten years and no more than that in the end\tblue"])
 def test_a_table_without_names_of_columns_is_refused(tmp_path: Path, columns: str) -> None:
     (tmp_path / "triples.tsv").write_text(f"{columns}\n{columns}\n")
