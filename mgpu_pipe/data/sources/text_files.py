@@ -20,7 +20,8 @@ from mgpu_pipe.errors import DataError
 
 _SHORT = 1 << 20
 """Characters up to which a text is a str."""
-_LONGEST_FIELD = 1 << 16
+_LONGEST_FIELD, _MOST_DIGITS = 1 << 16, 18
+"""Bytes of a field of a WET file's record, and digits of the record's size, at most."""
 
 
 def read_texts(data: DataConfig, path: Path, expected: Fingerprint) -> Iterator[tuple[Text, str, int]]:
@@ -38,7 +39,7 @@ def read_texts(data: DataConfig, path: Path, expected: Fingerprint) -> Iterator[
 def _read_records(path: Path, expected: Fingerprint) -> Iterator[tuple[Text, str, int]]:
     """Yields the texts of a WET file. A record is its first line, fields, a blank line, and as many bytes as they say
     (https://iipc.github.io/warc-specifications/specifications/warc-format/warc-1.0)."""
-    number = 0
+    number, share = 0, expected.size
     try:
         with open_text(path, expected) as file:
             while first := file.readline(_LONGEST_FIELD):
@@ -50,13 +51,14 @@ def _read_records(path: Path, expected: Fingerprint) -> Iterator[tuple[Text, str
                 fields = [line.lower().partition(b":") for line in takewhile(bytes.strip, lines)]
                 values = {name.strip(): value.strip() for name, _, value in fields}
                 size = values.get(b"content-length", b"")
-                if not first.startswith(b"WARC/") or not size.isdigit():
+                if not first.startswith(b"WARC/") or not size.isdigit() or len(size) > _MOST_DIGITS:
                     raise DataError(f"{origin}: has no head of a WARC record; {files.REPLACE}")
                 content = file.read(min(int(size), files.LARGEST_TEXT))
                 if len(content) < int(size):
                     raise DataError(f"{origin}: ends before its {int(size):,} bytes; {files.REPLACE}")
                 if values.get(b"warc-type") == b"conversion" and content.strip():
-                    yield _decode(iter([content]), origin), origin, expected.size if number == 1 else 0
+                    yield _decode(iter([content]), origin), origin, share
+                    share = 0
     except OSError as error:
         raise files.unreadable(path, f"{path}: record {number + 1}", error) from error
 

@@ -64,6 +64,12 @@ def test_each_record_of_a_wet_file_is_a_document(tmp_path: Path) -> None:
         run = config(tmp_path, source="text_files", paths=[str(tmp_path / name)])
         check_sources(run.model, run.data)
         assert _texts(run, tmp_path) == texts[:2]
+        source = open_source(run, tmp_path / "opened")
+        assert sum(document.size for document in source.documents()) == source.size, "the progress reaches its end"
+    (tmp_path / "a.warc.wet").write_bytes(records[1].replace(b"Length: ", b"Length: " + b"9" * 5000))
+    _refusal(
+        config(tmp_path, source="text_files", paths=[str(tmp_path / "a.warc.wet")]), "record 1: has no head", False
+    )
     (tmp_path / "a.warc.wet").write_bytes(b"".join(records)[:-60])
     _refusal(
         config(tmp_path, source="text_files", paths=[str(tmp_path / "a.warc.wet")]), "record 4: has no head", False
