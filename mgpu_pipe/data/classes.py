@@ -64,6 +64,16 @@ def class_names(
     return names
 
 
+def classes_in_digest(
+    model: ModelConfig, data: DataConfig, classes: Sequence[str], there: Collection[str]
+) -> list[str]:
+    """``classes`` in the digest of the data: their numbers where a file names all numbers in the data, as earlier
+    versions did without these names."""
+    numbers = [str(number) for number in range(len(classes))]
+    named = bool(data.classes or _of_the_model(model))
+    return numbers if set(there) == set(numbers) and not named else list(classes)
+
+
 def class_fields(classes: Sequence[str]) -> dict[str, Any]:
     """Fields of the model's configuration with the classes."""
     numbers = {name: number for number, name in enumerate(classes)}

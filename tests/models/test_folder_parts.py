@@ -86,6 +86,16 @@ def test_settings_survive_the_checkpoints_json(family: str) -> None:
     assert settings["vocab_size"] == 128
 
 
+def test_classes_saved_as_numbers_may_get_names() -> None:
+    number, named, other = (
+        model_settings(model_config(tiny_model("llama", id2label=dict(enumerate(names)))))
+        for names in (["0", "1"], ["no", "yes"], ["yes", "no"])
+    )
+    require_model_settings(number, named, Path("step"))
+    with pytest.raises(CheckpointError, match=r"another model: id2label="):
+        require_model_settings(named, other, Path("step"))
+
+
 def test_another_epsilon_is_refused_though_every_shape_fits() -> None:
     one, other = (model_settings(model_config(tiny_model("llama", rms_norm_eps=eps))) for eps in (1e-5, 1e-6))
     with pytest.raises(CheckpointError, match=r"another model: rms_norm_eps=1e-06 \(saved with 1e-05\); use the model"):

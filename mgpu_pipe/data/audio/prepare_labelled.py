@@ -20,7 +20,7 @@ from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds, bad_in, scan_re
 from mgpu_pipe.data.audio.speech_source import LabelledAudioConfig, speech_source
 from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of
-from mgpu_pipe.data.classes import class_fields, class_names, class_number
+from mgpu_pipe.data.classes import class_fields, class_names, class_number, classes_in_digest
 from mgpu_pipe.data.prepared_splits import majority_accuracy
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.token_store import load_array
@@ -133,19 +133,19 @@ def prepare_labelled_sounds(
         DataError: a list that is broken; a recording that cannot be used, with ``data.on_bad_sample=stop``; none to
             train on.
     """
-    known, contents = _scan(model, data, progress, PreparedLabelledSounds, lambda text: [text])
+    known, decided = _scan(model, data, progress, PreparedLabelledSounds, lambda text: [text])
     train, held_labels = known.labels("train"), known.labels("validation")
     majority = majority_accuracy(train, held_labels, data)
-    return _add_counts(known, model, data, contents, set(train.tolist()), set(held_labels.tolist()), majority)
+    return _add_counts(known, model, data, decided, set(train.tolist()), set(held_labels.tolist()), majority)
 
 
 def prepare_tagged_sounds(
     model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
 ) -> PreparedLabelledSounds:
     """Scans the recordings with several classes of ``data``; raises as :func:`prepare_labelled_sounds`."""
-    known, contents = _scan(model, data, progress, PreparedTaggedSounds, tags_in)
+    known, decided = _scan(model, data, progress, PreparedTaggedSounds, tags_in)
     train, held_labels = (set(np.flatnonzero(known.labels(split).any(0)).tolist()) for split in SPLITS)
-    return _add_counts(known, model, data, contents, train, held_labels, None)
+    return _add_counts(known, model, data, decided, train, held_labels, None)
 
 
 def _scan(
@@ -154,29 +154,32 @@ def _scan(
     progress: Progress | None,
     prepared: type[PreparedLabelledSounds],
     names_in: Callable[[str], Iterable[str]],
-) -> tuple[PreparedLabelledSounds, list[str]]:
-    """The data without counts, and the content digest of each of its folders; reports the bad recordings."""
+) -> tuple[PreparedLabelledSounds, tuple[list[str], list[str]]]:
+    """The data without counts, and its classes and the contents of its folders for the digest; reports the bad
+    recordings."""
     assert isinstance(data, LabelledAudioConfig)
     rate = Sound.from_config(data, model).rate
     fewest, most, segment = _limits(model, data, rate)
     scan = scan_recordings(model, data, progress)
+    trained, evaluated = (_names(folder, names_in) for folder in (scan.folder, scan.held_out_folder))
     known = prepared(
         **scan.fields(),
-        classes=_classes(model, data, *(_names(each, names_in) for each in (scan.folder, scan.held_out_folder))),
+        classes=_classes(model, data, trained, evaluated),
         fewest_samples=fewest,
         most_samples=most,
         segment_samples=segment,
     )
     bad = bad_in(scan.manifests) + known.unfit_recordings(rate)
     report_bad_samples(bad, data.on_bad_sample, ("the recording", "recordings"))
-    return replace(known, bad_samples=len(bad)), [manifest["content"] for manifest in scan.manifests]
+    classes = classes_in_digest(model, data, known.classes, trained | evaluated)
+    return replace(known, bad_samples=len(bad)), (classes, [manifest["content"] for manifest in scan.manifests])
 
 
 def _add_counts(
     known: PreparedLabelledSounds,
     model: ModelConfig,
     data: DataConfig,
-    contents: Sequence[str],
+    decided: tuple[Sequence[str], Sequence[str]],
     trained: set[int],
     evaluated: set[int],
     majority: float | None,
@@ -184,7 +187,8 @@ def _add_counts(
     """Adds sample counts and digests to ``known``, and notices of classes that are never trained on and of files."""
     assert isinstance(data, LabelledAudioConfig)
     sound = Sound.from_config(data, model)
-    identity = (_FORMAT, asdict(sound), known.classes, known.fewest_samples, known.most_samples, known.segment_samples)
+    classes, contents = decided
+    identity = (_FORMAT, asdict(sound), classes, known.fewest_samples, known.most_samples, known.segment_samples)
     changes = (contents[0], known.fraction, data.speed, data.noise, data.sort_steps)
     available = len(known.chosen("validation"))
     has_held_paths = known.is_apart or known.fraction == 1

@@ -15,7 +15,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, run_cache
-from mgpu_pipe.data.classes import class_fields, class_names
+from mgpu_pipe.data.classes import class_fields, class_names, classes_in_digest
 from mgpu_pipe.data.images.image_keys import ImageConfig, layout_of
 from mgpu_pipe.data.images.picture_files import CLASS_FOLDERS, entries, label_column_of, tar_entries, with_splits
 from mgpu_pipe.data.images.pixels import Pixels
@@ -78,7 +78,8 @@ def prepare_images(
     scan = scan_images(model, data, progress)
     trained, evaluated = (set(scan.manifests[place]["labels"]) for place in (0, -1))
     known = PreparedImages(**scan.fields(), classes=class_names(model, data, trained, evaluated))
-    return add_figures(known, data, (known.classes, scan.seen), scan)
+    classes = classes_in_digest(model, data, known.classes, trained | evaluated)
+    return add_figures(known, data, (classes, scan.seen), scan)
 
 
 @dataclass(frozen=True)

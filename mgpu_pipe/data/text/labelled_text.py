@@ -23,7 +23,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, rows_of_files, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, run_cache
-from mgpu_pipe.data.classes import class_fields, class_names
+from mgpu_pipe.data.classes import class_fields, class_names, classes_in_digest
 from mgpu_pipe.data.data_source import held_out_data
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.model_field import model_field
@@ -118,6 +118,7 @@ def prepare_labelled(
         source.measure(folder, tokenizer)
         held_source.measure(held_folder, tokenizer)
     padding, stores = model_field(model, "pad_token_id"), {folder, held_folder}
+    trained, evaluated = (set(stored_names(store)) for store in (folder, held_folder))
     known = PreparedLabelled(
         folder=folder,
         held_out_folder=held_folder,
@@ -125,14 +126,15 @@ def prepare_labelled(
         tokenizer_folder=tokenizer.folder,
         padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
         seq_len=data.seq_len,
-        classes=class_names(model, data, *(set(stored_names(store)) for store in (folder, held_folder))),
+        classes=class_names(model, data, trained, evaluated),
         num_documents=sum(TokenStore.open(store).num_documents for store in stores),
         on_too_long=rule_of(data),
         bad_samples=notes_of(map(read_manifest, stores)).bad,
     )
     # Cutting rows was the only rule of earlier versions, so it adds nothing to the identity.
     ruled = [known.on_too_long] if known.on_too_long != "truncate" and known.count_long() else []
-    identity = (_FORMAT, known.classes, known.seq_len, known.padding_token_id, *ruled)
+    classes = classes_in_digest(model, data, known.classes, trained | evaluated)
+    identity = (_FORMAT, classes, known.seq_len, known.padding_token_id, *ruled)
     accuracy = majority_accuracy(known.labels("train"), known.labels("validation"), data)
     return known.with_samples(data, identity, is_apart=known.is_apart, majority_accuracy=accuracy)
 
