@@ -91,7 +91,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str],
     """The export's words, the engine's words, and the engine's variables that ``serve --print`` shows."""
     assert main(["serve", *words, "--print"]) == 0
     export, engine = map(shlex.split, capsys.readouterr().out.splitlines())
-    variables = dict(word.split("=", 1) for word in engine if word.split("=")[0].isupper())
+    variables = dict(word.split("=", 1) for word in engine if word.partition("=")[0].isupper() and "=" in word)
     return export, engine[len(variables) :], variables
 
 
@@ -268,7 +268,10 @@ def test_the_server_of_llama_cpp_python_takes_no_draft(runs: Path) -> None:
 def test_vllms_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if find_spec("vllm") is None:
         pytest.skip("vLLM's parser is its own: pip install vllm")
-    from vllm.entrypoints.common.cli_args import make_arg_parser
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ModuleNotFoundError:  # where other versions have it
+        from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     assert main(["export", str(runs / "small"), "--out", str(runs / "draft")]) == 0
