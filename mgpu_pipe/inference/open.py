@@ -59,8 +59,12 @@ class LoadedRun:
         return load_tokenizer(self.tokenizer_folder)
 
     def chat(self) -> ChatTemplate | None:
-        """The chat template, None for a run without conversations; ModelFolderError if it cannot be used."""
-        if self.tokenizer_folder is None or not (self.config is None or self.config.data.holds_conversations()):
+        """:meth:`template`, but None for a run without conversations."""
+        return self.template() if self.config is None or self.config.data.holds_conversations() else None
+
+    def template(self) -> ChatTemplate | None:
+        """The tokenizer's chat template, None without one; ModelFolderError if it cannot be used."""
+        if self.tokenizer_folder is None:
             return None
         config: Any = self.model.config
         taken = places_taken(config.model_type, getattr(config, "audio_config", None)) if takes_media(config) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -19,6 +20,9 @@ import pytest
 from mgpu_pipe.inference.generation import generate_text
 from mgpu_pipe.inference.open import LoadedRun, load_run
 from mgpu_pipe.inference.visual_prompts import PromptVisuals
+from mgpu_pipe.serving.server.answerer import Answerer
+from mgpu_pipe.serving.server.requests import read_request
+from tests.inference.support import write_run, write_texts
 from tests.inference.test_seen_and_heard import STRONG
 from tests.objectives.test_vision_language import chats
 from tests.serving.servers import CONTEXT, QUESTIONS, Server, serving, train_run
@@ -160,11 +164,25 @@ def test_questions_about_pictures_are_answered_as_by_the_run(tmp_path: Path) -> 
             (image_part(b"no picture"), "image-1: "),
             (noise, "audio-1: LlavaForConditionalGeneration hears no recordings"),
             (address, "messages[0]: image_url is no data"),
+            ({"type": "input_audio", "input_audio": "x"}, "messages[0]: input_audio: has no data"),
             ({"type": "file"}, "messages[0]: a part is none of text, image_url"),
             ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}, "no base64"),
         ):
             status, refusal = asked(server, part)
             assert status == 400 and problem in refusal and str(tmp_path) not in refusal, refusal
+        assert asked(server, *pictures * 33) == (400, "messages: more than 64 pictures and recordings; send fewer")
+
+
+def test_a_run_on_texts_answers_by_the_template_of_its_tokenizer(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", "llama", write_texts(tmp_path / "texts", 12), tmp_path / "cache")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (tmp_path / "run" / "tokenizer" / "chat_template.jinja").write_text(template)
+    run = load_run(tmp_path / "run")
+    request = read_request({"messages": [{"role": "user", "content": "the"}]}, is_chat=True)
+    pieces = Answerer(run, {"run": run.model}).answer(request)
+    with pytest.raises(asyncio.TimeoutError):  # it is accepted, and nothing computes it here
+        asyncio.run(asyncio.wait_for(anext(pieces), 0.2))
+    assert run.chat() is None
 
 
 def test_only_the_token_opens_the_interface_and_the_page_is_open(server: Server) -> None:

@@ -165,7 +165,7 @@ class Answerer:
     """
 
     def __init__(self, run: LoadedRun, models: Mapping[str, PreTrainedModel]) -> None:
-        self._run, self._models, self._tokenizer, self._chat = run, models, run.tokenizer(), run.chat()
+        self._run, self._models, self._tokenizer, self._chat = run, models, run.tokenizer(), run.template()
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._waiting = 0
 

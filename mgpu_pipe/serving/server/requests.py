@@ -15,6 +15,8 @@ from mgpu_pipe.data.text.conversations import AUDIO, PLACE
 
 ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 16
+MAX_FILES = 64
+"""Pictures and recordings of a request, all of which are decoded before the answer."""
 COLDEST = 1e-5
 """Lower temperatures are 0: logits divided by them are beyond fp32."""
 MAX_MESSAGE = 1000
@@ -168,7 +170,10 @@ def _messages(body: Mapping[str, Any], media: Media) -> list[dict[str, str]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages: missing or empty; give a list of {role, content}", "messages")
-    return [_message(message, f"messages[{number}]", media) for number, message in enumerate(messages)]
+    read = [_message(message, f"messages[{number}]", media) for number, message in enumerate(messages)]
+    if len(media.pictures) + len(media.sounds) > MAX_FILES:
+        raise RequestError(f"messages: more than {MAX_FILES} pictures and recordings; send fewer", "messages")
+    return read
 
 
 def _message(message: object, where: str, media: Media) -> dict[str, str]:
@@ -204,8 +209,10 @@ def _part(part: object, where: str, media: Media) -> str:
 
 
 def _decoded(data: object, where: str) -> bytes:
+    if not isinstance(data, str):
+        raise RequestError(f"{where}: has no data; give the file in base64", "messages")
     try:
-        return base64.b64decode(str(data), validate=True)
+        return base64.b64decode(data, validate=True)
     except ValueError as error:
         raise RequestError(f"{where}: no base64 ({error}); encode the file again", "messages") from None
 
