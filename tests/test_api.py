@@ -218,6 +218,10 @@ def test_a_run_is_opened(trained: Path, cache: Path) -> None:
     text = run.generate("def ", max_new_tokens=5, temperature=0, device="cpu")
     verb = ["generate", str(trained), "--prompt", "def ", "--max-new-tokens", "5", "--temperature", "0"]
     assert mgpu(cache, trained.parent, *verb).rstrip("\n") == f"def {text[0]}"
+    assert run.generate("def ", max_new_tokens=5, temperature=0, stop=text[0][1:3]) == [text[0][:1]]
+    assert run.generate("def ", max_new_tokens=5, temperature=1.0, min_p=1.0) == text
+    with pytest.raises(BadInputError, match="every text holds an empty one"):
+        run.generate("def ", stop="")
     assert run.tokenizer().vocab_size == model.config.vocab_size
     assert run.report(trained / "own.html").read_text().startswith("<!DOCTYPE html>")
 

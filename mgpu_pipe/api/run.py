@@ -143,6 +143,8 @@ class Run:
         temperature: float | None = None,
         top_k: int | None = 50,
         top_p: float | None = None,
+        min_p: float | None = None,
+        stop: str | Sequence[str] = (),
         seed: int = 0,
         step: int | None = None,
         device: str = "auto",
@@ -154,7 +156,8 @@ class Run:
 
         Args:
             temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.
-            top_k, top_p: draw among the likeliest only; None does not restrict.
+            top_k, top_p, min_p: draw among the likeliest only; None does not restrict.
+            stop: text, or several, before which an answer ends.
             seed: seed of the draws; continuations do not depend on other prompts.
             step, device: as in :meth:`model`.
             raw: continue the prompt even if the model answers.
@@ -179,6 +182,8 @@ class Run:
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
+                min_p=min_p,
+                stop=[stop] if isinstance(stop, str) else stop,
                 seed=seed,
             )
 

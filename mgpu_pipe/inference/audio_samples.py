@@ -32,6 +32,7 @@ from mgpu_pipe.inference.batch.prompts import PromptRow
 from mgpu_pipe.inference.batch.settings import AnswerSettings
 from mgpu_pipe.inference.generation import input_device
 from mgpu_pipe.inference.open import LoadedRun
+from mgpu_pipe.inference.sampling import StopTexts
 from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.objectives.transcript_keys import SpeechSeq2SeqConfig, jiwer
@@ -176,7 +177,7 @@ class TranscriptEngine:
         window = LogMel.from_model(model, self._sound.rate)
         if window is None:
             raise BadInputError(f"{run.source}: {type(run.model).__name__} reads no spectrograms; use mgpu-pipe eval")
-        self._window = window
+        self._window, self._stops = window, StopTexts(self._tokenizer, settings.stop or ())
 
     def encode(self, line: int, row: dict[str, Any], origin: str) -> PromptRow:
         """The recording of a row, ``{"path": "a.wav"}``.
@@ -213,7 +214,8 @@ class TranscriptEngine:
         for row, ids in zip(rows, written.tolist(), strict=True):
             new = ids[: ids.index(end)] if end in ids else ids
             text = str(self._tokenizer.decode(new, skip_special_tokens=True)).strip()
-            yield row.line, answer_record(row.line, text, len(new) < len(ids), len(new))
+            cut = self._stops.cut(text)
+            yield row.line, answer_record(row.line, cut, len(new) < len(ids) or cut != text, len(new))
 
 
 def answer_record(line: int, text: str, is_ended: bool, tokens: int) -> bytes:

@@ -16,6 +16,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from mgpu_pipe.errors import BadInputError
+
 SMALLEST_TEMPERATURE = 1e-5
 """Below it logits overflow; the likeliest token has all of the probability anyway."""
 
@@ -32,6 +34,8 @@ class Sampling:
     stop: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise BadInputError("stop=: every text holds an empty one; give a text")
         if self.temperature < SMALLEST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
 

@@ -165,6 +165,9 @@ def test_recordings_are_transcribed_as_by_transformers(
     shared = ["generate", "out", "--input", "said/all.jsonl", "--output", "two.jsonl", *limits]
     mgpu(cache, tmp_path, *shared, "trainer.devices=2", "trainer.accelerator=cpu")
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "heard.jsonl").read_bytes()
+    stop = max(expected, key=len)[1:3]
+    assert main([*words, str(tmp_path / "stop.jsonl"), *limits, "--stop", stop]) == 0
+    assert answers(tmp_path / "stop.jsonl") == [text.partition(stop)[0] for text in expected]
     capfd.readouterr()
     assert main([*words, str(tmp_path / "no.jsonl"), "--temperature", "0.5"]) == 2
     assert "--temperature=0.5: transcripts take the likeliest" in capfd.readouterr().err
