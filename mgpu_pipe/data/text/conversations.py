@@ -320,7 +320,7 @@ _TEXTS = (None, "text", "input_text", "output_text")
 
 def _joined(parts: list[object], number: int, origin: str) -> str:
     """Joins the texts of ``[{"type": "text", "text": ...}, ...]``."""
-    if any(isinstance(part, dict) and part.keys() & {*MARKS, "weight"} for part in parts):
+    if any(part.get(name) is not None for part in parts if isinstance(part, dict) for name in (*MARKS, "weight")):
         raise DataError(f"{origin}: a part of message {number} has a mark of its own; mark whole messages")
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else part for part in parts]
     if not all(isinstance(text, str) for text in texts):

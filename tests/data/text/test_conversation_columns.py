@@ -70,7 +70,12 @@ SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
         ({"messages": [{"role": "Human", "content": ["a", "?"]}, {**SAID, "role": "model"}]}, [ASKED, SAID]),
         ({"conversations": [{"from": "prompter", "value": "a?"}, {"from": "bot", "value": "b"}]}, [ASKED, SAID]),
         (
-            {"messages": [ASKED, {"role": "Assistant", "content": [{"type": "output_text", "text": "b"}]}]},
+            {
+                "messages": [
+                    ASKED,
+                    {"role": "Assistant", "content": [{"type": "output_text", "text": "b", "loss": None}]},
+                ]
+            },
             [ASKED, SAID],
         ),
         (
