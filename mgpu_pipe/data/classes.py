@@ -17,7 +17,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.parquet_rows import class_names_of, is_columnar
-from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.system.local_files import shortened
 
 COLUMNAR = (".parquet", ".arrow")
@@ -97,10 +97,15 @@ def _of_the_model(model: ModelConfig) -> list[str]:
 
 
 def _of_the_files(data: DataConfig) -> list[str]:
-    """Class names that the first Parquet or Arrow file of ``data.paths`` lists for its numbers; empty without any."""
-    paths = [Path(path) for path in data.paths if Path(path).suffix.lower() in COLUMNAR and not path.startswith(DATA)]
-    first = next(iter(files.expand_paths([str(paths[0])], "data.paths")), None) if paths else None
-    return class_names_of(first, data.label_column) if first is not None and is_columnar(first) else []
+    """Class names that the first readable Parquet or Arrow file of ``data.paths`` lists; empty without any."""
+    paths = [path for path in data.paths if Path(path).suffix.lower() in COLUMNAR and not path.startswith(DATA)]
+    for file in files.expand_paths(paths, "data.paths") if paths else ():
+        try:
+            if is_columnar(file):
+                return class_names_of(file, data.label_column)
+        except DataError:
+            continue  # reading its rows refuses it, or leaves it out
+    return []
 
 
 def in_order(name: str) -> tuple[bool, int, str]:

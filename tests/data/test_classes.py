@@ -67,6 +67,10 @@ def test_names_of_a_table_of_the_datasets_library_are_the_classes(
     prepared: Any = prepare(compose([*words, *where, "data.on_bad_sample=skip"])[0])
     assert (prepared.classes, prepared.bad_samples) == (["no", "yes"], 1)
     assert np.bincount(np.concatenate([prepared.labels("train"), prepared.labels("validation")])).tolist() == [2, 6]
+    (tmp_path / "empty.parquet").touch()
+    both = f"data.paths=[{tmp_path}/empty.parquet,{tmp_path}/rows.parquet]"
+    skipped: Any = prepare(compose([*words, *where, both, "data.on_bad_sample=skip"])[0])
+    assert skipped.classes == ["no", "yes"]
     monkeypatch.setattr(classes, "class_names_of", lambda *_: [])
     earlier: Any = prepare(compose([*words, *where, "data.on_bad_sample=skip"])[0])
     assert earlier.classes == ["0", "1"]

@@ -229,7 +229,7 @@ def read_tensors(
         buffers: as in :func:`read_folder`. A sharded buffer follows from the configuration and stays.
 
     Returns:
-        Names that did not fit: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``.
+        Names that did not fit: ``missing_keys``, ``unexpected_keys``, ``mismatched_keys`` and :data:`UNTIED`.
     """
     sources, unexpected = _sources(twin, list(readers))
     mismatched = set()
