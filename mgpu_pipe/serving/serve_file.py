@@ -14,7 +14,7 @@ from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, parse_yaml, read_byte
 
 KEYS = (
     *("folder", "engine", "name", "host", "port", "dtype", "context", "concurrency", "engine_env", "weights"),
-    *("frozen_weights", "device", "draft", "adapter"),
+    *("frozen_weights", "device", "draft", "adapter", "tensor_parallel"),
 )
 """Keys of a model: the options of ``serve``."""
 

@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +58,7 @@ def test_sizes_are_those_by_hand() -> None:
     assert sizes_of(Gpus(8, 141 * 10**9)).tensor_parallel == 2
     assert sizes_of(Gpus(8, 141 * 10**9), concurrency=1).tensor_parallel == 2  # 143.8 GB and more than one GPU
     assert sizes_of(Gpus(0, 0)).tensor_parallel == 1
+    assert [sizes_of(Gpus(count, 80 * 10**9, 8)).tensor_parallel for count in (0, 8)] == [8, 8]
 
 
 def test_key_value_heads_are_whole_or_repeated() -> None:
@@ -68,8 +70,28 @@ def test_key_value_heads_are_whole_or_repeated() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_numbers() -> None:
-    with pytest.raises(BadInputError, match=r"141\.1 GB and caches of 42\.9 GB .* each of 2 GPUs"):
-        sizes_of(Gpus(2, 80 * 10**9))
+    for ranks in (None, 2):
+        with pytest.raises(BadInputError, match=r"141\.1 GB and caches of 42\.9 GB .* each of 2 GPUs"):
+            sizes_of(Gpus(2, 80 * 10**9, ranks))
+
+
+def test_processes_on_cpus_share_layers_where_they_are_asked_for(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM ends on a machine with fewer NUMA nodes than processes unless it binds none."""
+    request = engine_request(runs, sizes_of(Gpus(0, 0, 2)))
+    command = find_engine("vllm").command(request, ["vllm"])
+    assert options(list(command.words))["--tensor-parallel-size"] == "2"
+    assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    alone = find_engine("vllm").command(engine_request(runs, sizes_of(Gpus(0, 0))), ["vllm"])
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in alone.environment
+    wanted = ("--engine", "sglang", "--device", "cpu", "--tensor-parallel", "2")
+    _, words, _ = printed(capsys, str(runs / "llama"), *wanted)
+    assert options(words)["--tp-size"] == "2"
+
+
+def engine_request(folder: Path, sizes: Any) -> EngineRequest:
+    return EngineRequest(folder, "talk", "127.0.0.1", 1, None, "cpu", "fp32", sizes, memory_share=0.9, token=None)
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +248,11 @@ def test_adapters_take_memory(runs: Path, tmp_path: Path) -> None:
         (("llama", "--engine", "vllm", *GPUS, "--dtype", "q8_0"), "vllm takes fp32"),
         (("llama", "--engine", "vllm", "--gpus", "1"), "give both"),
         (("llama", "--context", "8"), "--context"),
+        (("llama", "--tensor-parallel", "2"), "--tensor-parallel: transformers takes none"),
+        (("llama", "--engine", "llama_cpp", "--tensor-parallel", "2"), "--tensor-parallel: llama_cpp takes none"),
+        (("llama", "--engine", "vllm", *GPUS, "--tensor-parallel", "3"), "=3: the attention heads do not divide"),
+        (("llama", "--engine", "vllm", *GPUS, "--tensor-parallel", "16"), "=16: the attention heads"),
+        (("llama", "--engine", "vllm", *GPUS[2:], "--gpus", "1", "--tensor-parallel", "2"), "=2: there are 1 GPUs"),
         (("llama", "--draft", "small"), "--draft: is for other engines than transformers"),
         (("llama", "--engine", "vllm", *GPUS, "--draft", "wide"), "has other tokens (400)"),
         (("llama", "--engine", "vllm", *GPUS, "--draft", "short"), "made for 16 tokens; add --context 16"),
@@ -248,19 +275,7 @@ def test_the_line_that_installs_an_engine(name: str, tmp_path: Path) -> None:
 
 
 def test_the_server_of_llama_cpp_python_takes_no_draft(runs: Path) -> None:
-    request = EngineRequest(
-        folder=runs,
-        name="talk",
-        host="127.0.0.1",
-        port=1,
-        fd=None,
-        device="cpu",
-        dtype="fp32",
-        sizes=sizes_of(Gpus(0, 0)),
-        memory_share=0.9,
-        token=None,
-        draft=runs,
-    )
+    request = replace(engine_request(runs, sizes_of(Gpus(0, 0))), draft=runs)
     with pytest.raises(BadInputError, match="--draft: the server of llama-cpp-python takes none"):
         find_engine("llama_cpp").command(request, ["python", "-m", "llama_cpp.server"])
 
@@ -329,7 +344,7 @@ parser.add_argument("verb", choices=["serve"])
 parser.add_argument("model")
 for name in ("served-model-name", "host", "dtype"):
     parser.add_argument("--" + name, required=True)
-for name in ("port", "max-model-len", "max-num-seqs"):
+for name in ("port", "max-model-len", "max-num-seqs", "tensor-parallel-size"):
     parser.add_argument("--" + name, required=True, type=int)
 parser.add_argument("--speculative-config", required=True, type=json.loads)
 options = parser.parse_args()

@@ -91,6 +91,8 @@ def _options(arguments: argparse.Namespace, token: str | None) -> ServeOptions:
     planned["--draft"] = arguments.draft
     for option in (option for option, value in planned.items() if engine.is_embedded and value is not None):
         raise BadInputError(f"{option}: is for other engines than {engine.name}; leave it out, or name an --engine")
+    if gpus.ranks is not None and engine.name not in ("vllm", "sglang"):
+        raise BadInputError(f"--tensor-parallel: {engine.name} takes none; use --engine vllm or sglang")
     dtype = arguments.dtype or _default_dtype(engine, gpus)
     if dtype not in engine.dtypes:
         raise BadInputError(f"--dtype={dtype}: {engine.name} takes {', '.join(engine.dtypes)}; choose one of them")
@@ -120,11 +122,11 @@ def _gpus(arguments: argparse.Namespace) -> Gpus:
     if (arguments.gpus is None) != (arguments.gpu_memory is None):
         raise BadInputError("--gpus, --gpu-memory: plan for another machine together; give both, or none")
     if arguments.gpus is not None:
-        return Gpus(arguments.gpus, arguments.gpu_memory)
+        return Gpus(arguments.gpus, arguments.gpu_memory, arguments.tensor_parallel)
     if arguments.device == "cpu":
-        return Gpus(0, 0)
+        return Gpus(0, 0, arguments.tensor_parallel)
     totals = [total for _, total in used_memory().values()]
-    return Gpus(len(totals), min(totals, default=0))
+    return Gpus(len(totals), min(totals, default=0), arguments.tensor_parallel)
 
 
 def _default_dtype(engine: Engine, gpus: Gpus) -> str:
@@ -156,6 +158,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus", type=count, metavar="N", help="plan for a machine with N GPUs; with --print")
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of each of these GPUs, e.g. 80GB")
+    parser.add_argument(
+        "--tensor-parallel", type=positive_int, metavar="N", help="GPUs, or processes on CPUs, that share each layer"
+    )
     parser.add_argument("--memory-share", type=share, default=0.9, metavar="P", help="of each GPU; default 0.9")
     parser.add_argument("--draft", type=Path, metavar="FOLDER", help="smaller model that proposes tokens")
     parser.add_argument(

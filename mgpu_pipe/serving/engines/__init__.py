@@ -26,10 +26,15 @@ DEFAULT_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of the engine's machine: their number, and the bytes of each. Without any the engine runs on the CPU."""
+    """GPUs of the engine's machine: their number, and the bytes of each. Without any the engine runs on the CPU.
+
+    Attributes:
+        ranks: GPUs, or processes on the CPU, that share each layer; None for the fewest that hold the model.
+    """
 
     count: int
     memory: int
+    ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class EngineSizes:
     """Sizes of an engine.
 
     Attributes:
-        tensor_parallel: GPUs that share each layer.
+        tensor_parallel: GPUs, or processes on the CPU, that share each layer.
         context: most tokens of a prompt and its answer.
         concurrency: requests that are computed together.
         cache_bytes: of all key-value caches, together on all GPUs.
@@ -80,7 +85,7 @@ def choose_sizes(
     share: float,
     draft: tuple[Mapping[str, Any], int] | None = None,
 ) -> EngineSizes:
-    """The fewest GPUs that hold weights and caches, of the numbers by which the heads divide.
+    """The GPUs that are asked for, else the fewest that hold weights and caches, of the numbers that divide the heads.
 
     Args:
         elements: numbers in the weights.
@@ -88,16 +93,20 @@ def choose_sizes(
         draft: fields and elements of a draft model, which is split and cached as the model is.
 
     Raises:
-        BadInputError: the GPUs do not hold them.
+        BadInputError: the GPUs do not hold them, or their number does not divide the heads.
     """
     models = [(fields, elements), *([] if draft is None else [draft])]
     shapes = [Shape.from_fields(fields) for fields, _ in models]
     weights = int(sum(elements for _, elements in models) * ITEM_BYTES[dtype])
     cache = sum(cache_bytes_per_token(shape, dtype) for shape in shapes) * context * concurrency
+    if gpus.ranks is not None and not all(divides_heads(shape, gpus.ranks) for shape in shapes):
+        raise BadInputError(f"--tensor-parallel={gpus.ranks}: the attention heads do not divide by it; choose another")
     if not gpus.count:
-        return EngineSizes(1, context, concurrency, cache, 0)
+        return EngineSizes(gpus.ranks or 1, context, concurrency, cache, 0)
+    if (gpus.ranks or 1) > gpus.count:
+        raise BadInputError(f"--tensor-parallel={gpus.ranks}: there are {gpus.count} GPUs; give at most that")
     needed = 0
-    for ranks in range(1, gpus.count + 1):
+    for ranks in range(1, gpus.count + 1) if gpus.ranks is None else (gpus.ranks,):
         if not all(divides_heads(shape, ranks) for shape in shapes):
             continue
         copies = max(

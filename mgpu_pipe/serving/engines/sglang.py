@@ -41,9 +41,10 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
         *("--model-path", str(request.folder), "--served-model-name", request.name),
         *("--host", request.host, "--port", str(request.port), "--dtype", TORCH_DTYPES[request.dtype]),
         *("--context-length", str(sizes.context), "--max-running-requests", str(sizes.concurrency)),
+        *("--tp-size", str(sizes.tensor_parallel)),
     ]
     if sizes.gpu_bytes:
-        words += ["--tp-size", str(sizes.tensor_parallel), "--mem-fraction-static", f"{request.memory_share:g}"]
+        words += ["--mem-fraction-static", f"{request.memory_share:g}"]
     else:
         words += ["--device", "cpu"]
     if request.draft is not None:

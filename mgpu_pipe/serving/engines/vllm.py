@@ -54,6 +54,7 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
         *("serve", str(request.folder), "--served-model-name", request.name),
         *("--host", request.host, "--port", str(request.port), "--dtype", TORCH_DTYPES[request.dtype]),
         *("--max-model-len", str(sizes.context), "--max-num-seqs", str(sizes.concurrency)),
+        *("--tensor-parallel-size", str(sizes.tensor_parallel)),
     ]
     if request.draft is not None:
         draft = {"method": "draft_model", "model": str(request.draft), "num_speculative_tokens": DRAFT_TOKENS}
@@ -68,10 +69,11 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
         words += ["--lora-modules", *(adapter.word for adapter in request.adapters)]
     environment = {**OFFLINE, "VLLM_NO_USAGE_STATS": "1"}
     if sizes.gpu_bytes:
-        words += ["--tensor-parallel-size", str(sizes.tensor_parallel)]
         words += ["--gpu-memory-utilization", f"{request.memory_share:g}"]
     else:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(sizes.cache_bytes / 2**30)))  # GiB
+        if sizes.tensor_parallel > 1:  # it binds a process to each NUMA node, and ends where there are fewer
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if request.token is not None:
         environment["VLLM_API_KEY"] = request.token
     return EngineCommand(words, environment)
