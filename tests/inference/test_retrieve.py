@@ -31,6 +31,7 @@ def figures(cache: Path, place: Path, *words: str) -> dict[str, tuple[float, ...
 def test_scores_are_those_of_the_formula() -> None:
     documents = ["def readFile(path)", "HTTPServer reads a file", "def close(file, file)", "write"]
     assert words_of("readFile HTTPServer x2") == ["read", "file", "http", "server", "x", "2"]
+    assert words_of("Über_café naïve 東京") == ["über", "café", "naïve", "東京"]
     index, split = Bm25(documents), [words_of(document) for document in documents]
     mean = sum(map(len, split)) / 4
     for number, words in enumerate(split):

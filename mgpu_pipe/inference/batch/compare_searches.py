@@ -25,7 +25,7 @@ from mgpu_pipe.objectives.vector_keys import MOST_RANK
 
 SATURATION, LENGTH_SHARE = 1.5, 0.75
 """BM25's k1 and b."""
-WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_A-Za-z]+|\d+")
+WORD = re.compile(r"[A-Z]+(?![^\W\d_A-Z])|[A-Z]?[^\W\d_A-Z]+|\d+")
 """A word: HTTP and Server of ``HTTPServer``, read and file of ``read_file``."""
 METRICS = (f"recall@{MOST_RANK}", f"MRR@{MOST_RANK}", f"NDCG@{MOST_RANK}")
 
