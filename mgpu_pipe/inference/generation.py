@@ -124,6 +124,7 @@ def generate_text(
         temperature = 0.0 if is_encoder_decoder else 0.8
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, min_p, stop)
     device, end_ids = input_device(model), end_tokens(tokenizer, chat)
+    lead = "" if chat is None else chat.lead()
     with generation_mode(model, forward):
         token_ids = [encode(tokenizer, prompt, chat) for prompt in prompts]
         token_ids = token_ids if visuals is None else [visuals.expand(ids) for ids in token_ids]
@@ -144,8 +145,8 @@ def generate_text(
                 streamer=streamer,
                 visual_inputs=None if visuals is None else visuals.inputs(batch, device),
                 draft=draft,
+                lead=lead,
             )
-        lead = "" if chat is None else chat.lead()
         return [answer.text.removeprefix(lead) for answer in continuations]
 
 
@@ -244,6 +245,7 @@ def continue_batch(
     streamer: BaseStreamer | None = None,
     visual_inputs: Mapping[str, torch.Tensor] | None = None,
     draft: PreTrainedModel | None = None,
+    lead: str = "",
 ) -> list[Answer]:
     """The continuations of prompts that go through the model together, inside :func:`generation_mode`.
 
@@ -254,6 +256,7 @@ def continue_batch(
         together, draft: see :func:`generate_text`.
         encoder_alone: whether an encoder may run without its decoder; else the forward pass is
             :class:`.parallel_run.EncoderDecoderForward`.
+        lead: see :class:`.sampling.StopTexts`.
 
     Raises:
         BadInputError: the longest prompt fills the model's context, or a prompt holds a token without a row.
@@ -274,7 +277,7 @@ def continue_batch(
     settings = _generation_config(model, sampling, longest, end_ids, filler, use_cache)
     if draft is not None:
         _require_context(draft, longest + settings.max_new_tokens)
-    stops = StopTexts(tokenizer, sampling.stop, start)
+    stops = StopTexts(tokenizer, sampling.stop, start, lead)
     inputs, mask = _padded_left(token_ids, filler, input_device(model))
     encoded = {} if encoder_alone or not is_encoder_decoder else {"encoder_outputs": source_ids(inputs)}
     output = model.generate(  # type: ignore[operator]

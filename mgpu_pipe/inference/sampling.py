@@ -108,10 +108,11 @@ class StopTexts(StoppingCriteria):
 
     Args:
         start: tokens before the new ones.
+        lead: text that a chat template writes before an answer; a stop in it does not count.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int = 0) -> None:
-        self._tokenizer, self._stop, self._start = tokenizer, stop, start
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int = 0, lead: str = "") -> None:
+        self._tokenizer, self._stop, self._start, self._lead = tokenizer, stop, start, lead
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.BoolTensor:
         ended = [self.is_in(row) for row in input_ids[:, self._start :].tolist()]
@@ -120,11 +121,12 @@ class StopTexts(StoppingCriteria):
     def is_in(self, new_ids: Sequence[int]) -> bool:
         """Whether the text of new tokens holds a stop."""
         text = str(self._tokenizer.decode(list(new_ids), skip_special_tokens=True)) if self._stop else ""
-        return any(stop in text for stop in self._stop)
+        return self.cut(text) != text
 
     def cut(self, text: str) -> str:
         """The text before the first stop."""
-        return text[: min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=None)]
+        start = len(self._lead) if text.startswith(self._lead) or self._lead.startswith(text) else 0
+        return text[: min((place for stop in self._stop if (place := text.find(stop, start)) >= 0), default=None)]
 
 
 def row_seed(seed: int, line: int) -> int:

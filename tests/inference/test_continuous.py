@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mgpu_pipe.inference.batch.continuous import Row, RowBatch, answer_rows, takes_rows
-from mgpu_pipe.inference.sampling import RowDraws, Sampling
+from mgpu_pipe.inference.sampling import RowDraws, Sampling, StopTexts
 from mgpu_pipe.models.build import build_meta, materialise
 from tests.models.tiny import tiny_model
 
@@ -93,6 +93,18 @@ def test_min_p_keeps_tokens_of_that_share_of_the_likeliest(min_p: float | None, 
     scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     assert RowDraws(sampling).choose(scores, [torch.tensor([1 - 1e-6], dtype=torch.float64)]).tolist() == [last]
     assert sampling.settings()["min_p"] == min_p
+
+
+def test_a_stop_in_the_lead_of_a_chat_template_ends_no_answer() -> None:
+    """A template may write a line's end before an answer, which the model then writes itself."""
+
+    class Letters:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join(map(chr, ids))
+
+    stops = StopTexts(Letters(), ["\n"], lead="\n")  # type: ignore[arg-type]
+    for text, answer in (("\n", "\n"), ("\nab", "\nab"), ("\nab\nc", "\nab"), ("ab\nc", "ab"), ("\n\n", "\n")):
+        assert stops.is_in([*map(ord, text)]) == (answer != text) and stops.cut(text) == answer
 
 
 @pytest.mark.parametrize("family", ["t5", "mamba", "mistral"])

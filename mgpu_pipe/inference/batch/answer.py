@@ -148,7 +148,8 @@ class AnswerEngine:
             settings.max_new_tokens, temperature, settings.top_k, settings.top_p, settings.min_p, settings.stop or ()
         )
         self._ends = end_tokens(self.tokenizer, self.chat)
-        self._stops = StopTexts(self.tokenizer, self._sampling.stop)
+        self._lead = "" if self.chat is None else self.chat.lead()
+        self._stops = StopTexts(self.tokenizer, self._sampling.stop, lead=self._lead)
         self.is_continuous = not is_cut and takes_rows(run.model)
 
     @cached_property
@@ -208,9 +209,8 @@ class AnswerEngine:
             answers = self._answer_continuously(rows)
         else:
             answers = zip([row.line for row in rows], self._answer_together(rows), strict=True)
-        lead = "" if self.chat is None else self.chat.lead()
         for line, answer in answers:
-            yield line, answer_record(line, answer.text.removeprefix(lead), answer.is_ended, answer.num_tokens)
+            yield line, answer_record(line, answer.text.removeprefix(self._lead), answer.is_ended, answer.num_tokens)
 
     def _answer_continuously(self, prompts: Sequence[PromptRow]) -> Iterator[tuple[int, Answer]]:
         """The answers in the order in which they end; at most a batch of rows goes through the model at a time."""
@@ -240,4 +240,5 @@ class AnswerEngine:
             encoder_alone=not self._is_cut,
             row_seeds=[row_seed(self._settings.seed, row.line) for row in rows],
             visual_inputs=self._visual_inputs(rows),
+            lead=self._lead,
         )
