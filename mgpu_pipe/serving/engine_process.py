@@ -34,6 +34,10 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Without the proxies of the environment: the server is on this machine."""
 
 
+class RefusedAnswerError(MgpuError):
+    """The server answers with an HTTP error."""
+
+
 class EngineClient:
     """Requests to the server at ``address``, e.g. ``http://127.0.0.1:8000``."""
 
@@ -52,7 +56,8 @@ class EngineClient:
         """The likeliest continuation of ``prompt``, or the answer to it.
 
         Raises:
-            MgpuError: the server refuses the request or does not answer.
+            RefusedAnswerError: the server refuses the request.
+            MgpuError: the server does not answer.
         """
         body: dict[str, Any] = {"model": self._name, "max_tokens": max_tokens, "temperature": 0}
         if is_chat:
@@ -64,7 +69,7 @@ class EngineClient:
             return str((choice["message"]["content"] if is_chat else choice["text"]) or "")
         except urllib.error.HTTPError as error:
             said = error.read(2000).decode(errors="replace")
-            raise MgpuError(f"{self._address}{path}: the server answers {error.code}: {said}") from error
+            raise RefusedAnswerError(f"{self._address}{path}: the server answers {error.code}: {said}") from error
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise MgpuError(f"{self._address}{path}: no answer ({error})") from error
 
@@ -95,14 +100,14 @@ def compare(client: EngineClient, expected: dict[str, Any], is_exact: bool) -> N
             and llama.cpp refuses to send an answer that is not text in UTF-8.
 
     Raises:
-        MgpuError: they are too different.
+        MgpuError: they are too different, or the server does not answer.
     """
     pairs = expected["answers"]
-    triples, errors = list[tuple[str, str, str]](), list[MgpuError]()
+    triples, errors = list[tuple[str, str, str]](), list[RefusedAnswerError]()
     for prompt, wanted in pairs:
         try:
             answer = client.greedy_answer(prompt, ANSWER_TOKENS, expected["is_chat"])
-        except MgpuError as error:
+        except RefusedAnswerError as error:
             errors.append(error)
             answer = str(error).partition(": ")[2]
         triples.append((prompt, wanted, answer))

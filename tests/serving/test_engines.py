@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError, MgpuError
-from mgpu_pipe.serving.engine_process import EngineClient, compare
+from mgpu_pipe.serving.engine_process import EngineClient, RefusedAnswerError, compare
 from mgpu_pipe.serving.engines import EngineRequest, Gpus, choose_sizes, find_engine
 from mgpu_pipe.serving.source import read_adapters
 from tests.inference.support import write_run, write_texts
@@ -326,7 +326,9 @@ def test_a_refused_answer_is_a_different_one(
     def answer(client: EngineClient, prompt: str, *_: object) -> str:
         if prompt == "sent":
             return "same"
-        raise MgpuError("http://127.0.0.1:1/v1: the server answers 500: no UTF-8")
+        if prompt == "lost":
+            raise MgpuError("http://127.0.0.1:1/v1: no answer (timed out)")
+        raise RefusedAnswerError("http://127.0.0.1:1/v1: the server answers 500: no UTF-8")
 
     monkeypatch.setattr(EngineClient, "greedy_answer", answer)
     client, pairs = EngineClient("http://127.0.0.1:1", None, "talk"), [("refused", "\ufffd"), ("sent", "same")]
@@ -335,6 +337,8 @@ def test_a_refused_answer_is_a_different_one(
     for kept, is_exact in ((pairs, True), (pairs[:1], False)):
         with pytest.raises(MgpuError, match="answers 500"):
             compare(client, {"answers": kept, "is_chat": False}, is_exact)
+    with pytest.raises(MgpuError, match="no answer"):
+        compare(client, {"answers": [("lost", ""), *pairs], "is_chat": False}, is_exact=False)
 
 
 STANDIN = """#!{python}
