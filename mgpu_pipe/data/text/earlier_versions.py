@@ -20,11 +20,11 @@ from mgpu_pipe.data.text.conversations import (
     SYSTEM,
     SYSTEM_PROMPT,
     TOOLS,
-    WITH_TOOLS,
     first_there,
     has_places,
     is_bare_tool,
     is_trained,
+    joins_templates,
 )
 from mgpu_pipe.data.text.foreign_messages import json_value, standard_role
 from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, prompt_column
@@ -93,7 +93,7 @@ def is_rendered_anew(template: ChatTemplate, conversations: Iterable[str], colum
         return True
     reads = [name for name in REASONING[:2] if re.search(rf"[.'\"]{name}\b", template.source)]
     spells = template.reads_parts and not template.places
-    joins = template.source.startswith(WITH_TOOLS)
+    joins = joins_templates(template.source)
     if not (reads or spells or joins):
         return False
     words = [*(REASONING if reads else ()), *(EVERY_PLACE if spells else ()), *((TOOLS, FUNCTIONS) if joins else ())]

@@ -32,11 +32,11 @@ from mgpu_pipe.data.text.conversations import (
     REASONING,
     SEEN,
     TOOLS,
-    WITH_TOOLS,
     as_parts,
     columns_read,
     has_places,
     is_trained,
+    joins_templates,
     messages_of,
     spelled,
     tools_of,
@@ -145,7 +145,7 @@ class ChatTemplate:
         # A template that takes texts as well (Gemma 3, Qwen-VL) writes its own token for a part that is a picture.
         self._takes_places = reads_parts and PLACE not in self.stop_tokens and self._writes(as_parts(f"{PLACE}{SEEN}"))
         if "tool_calls" in self.source:
-            joins = self.source.startswith(WITH_TOOLS)
+            joins = joins_templates(self.source)
             self.arguments = form_taken(self._rendered_with_tools if joins else self._rendered_if_taken)
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
-from mgpu_pipe.data.text.conversations import WITH_TOOLS
+from mgpu_pipe.data.text.conversations import joined_templates
 from mgpu_pipe.data.text.tokenizer_record import check_record
 from mgpu_pipe.errors import ConfigError, MgpuError, ModelFolderError
 from mgpu_pipe.system.local_files import (
@@ -110,7 +110,7 @@ def _of_names(templates: dict[str, Any]) -> Any:
     default, with_tools = templates.get("default"), templates.get("tool_use")
     if not (isinstance(default, str) and isinstance(with_tools, str)):
         return default
-    return f"{WITH_TOOLS}{with_tools}{{% else %}}{default}{{% endif %}}"
+    return joined_templates(with_tools, default)
 
 
 def chat_of(folder: Path, places: tuple[str, ...] | None = None) -> ChatTemplate | None:
