@@ -135,7 +135,8 @@ def test_a_bad_request_is_refused_in_openais_form(
 
 
 def image_part(content: bytes) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(content).decode()}"}}
+    """A picture in lines, as the command ``base64`` writes them."""
+    return {"type": "image_url", "image_url": {"url": f"Data:image/png;base64,{base64.encodebytes(content).decode()}"}}
 
 
 def asked(server: Server, *parts: dict[str, Any]) -> tuple[int, str]:

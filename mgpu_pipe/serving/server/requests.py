@@ -197,7 +197,7 @@ def _part(part: object, where: str, media: Media) -> str:
     if kind == "image_url":
         url = value.get("url") if isinstance(value, dict) else value
         head, _, data = str(url).partition(",")
-        if not head.startswith("data:") or not head.endswith(";base64"):
+        if not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
             fix = "send data:image/png;base64,... as this server loads nothing"
             raise RequestError(f"{where}: image_url is no data; {fix}", "messages")
         media.pictures.append(_decoded(data, f"{where}: image_url"))
@@ -212,7 +212,7 @@ def _decoded(data: object, where: str) -> bytes:
     if not isinstance(data, str):
         raise RequestError(f"{where}: has no data; give the file in base64", "messages")
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode("".join(data.split()), validate=True)
     except ValueError as error:
         raise RequestError(f"{where}: no base64 ({error}); encode the file again", "messages") from None
 
