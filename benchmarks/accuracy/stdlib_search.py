@@ -9,26 +9,23 @@ all-MiniLM-L6-v2, whose vectors are measured too, before and after fine-tuning o
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import bm25s
 import numpy as np
+import torch
 
 from benchmarks.support import finish
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.data import files
-from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.sources.demo.stdlib_pairs import function_rows
-from mgpu_pipe.data.text.heldout_split import document_hash, held_out
+from mgpu_pipe.inference.batch.mine_negatives import rows_of_run
+from mgpu_pipe.inference.find_model import find_model
+from mgpu_pipe.inference.open import load_run
 from mgpu_pipe.runs.metrics_file import read_metrics
 
 EXPERIMENT = "experiment=stdlib_search"
@@ -42,17 +39,10 @@ WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 RANKS = (1, 10)
 
 
-def held_out_pairs() -> list[tuple[str, str]]:
-    """Query and function of each pair that the experiment holds out."""
-    data, library = compose([EXPERIMENT])[0].data, sysconfig.get_path("stdlib")
-    pairs, hashes = [], []
-    for path in files.stdlib_files():
-        module = document_hash(Path(os.path.relpath(path, library)).as_posix())
-        for row, _, _ in function_rows(data, path, Fingerprint(0, ())):
-            pairs.append(tuple(json.loads(row)))
-            hashes.append(module)
-    chosen = held_out(np.array(hashes, np.uint64), data.validation_fraction)
-    return [pair for pair, is_chosen in zip(pairs, chosen, strict=True) if is_chosen]
+def held_out_pairs(folder: Path) -> list[tuple[str, str]]:
+    """Query and function of each pair that the run in ``folder`` held out."""
+    rows = rows_of_run(load_run(find_model(folder), torch.device("cpu")), "validation")
+    return [(str(row["query"]), str(row["positive"])) for row in rows]
 
 
 def bm25_recall(pairs: Sequence[tuple[str, str]], words_of: Callable[[str], list[str]]) -> list[float]:
@@ -97,16 +87,16 @@ def published_recall(encoder: str) -> list[float]:
 
 
 def main(encoder: str | None) -> None:
-    pairs = held_out_pairs()
-    peer = bm25_recall(pairs, words_of_identifiers)
-    found = [
-        ("BM25, words of identifiers", peer),
-        ("BM25, whole words", bm25_recall(pairs, lambda text: re.findall(r"\w+", text.lower()))),
-    ]
     with tempfile.TemporaryDirectory() as folder:
-        found.append((EXPERIMENT, trained_recall(Path(folder) / "nothing", EXPERIMENT)))
-        data = json.loads(RunPaths(Path(folder) / "nothing").data.read_text())
-        assert data["held_out_samples"] == len(pairs), "BM25 searches other pairs"
+        nothing = Path(folder) / "nothing"
+        recall = trained_recall(nothing, EXPERIMENT)
+        pairs = held_out_pairs(nothing)
+        peer = bm25_recall(pairs, words_of_identifiers)
+        found = [
+            ("BM25, words of identifiers", peer),
+            ("BM25, whole words", bm25_recall(pairs, lambda text: re.findall(r"\w+", text.lower()))),
+            (EXPERIMENT, recall),
+        ]
         if encoder is not None:
             name = Path(encoder).name
             found.append((f"{name} as published", published_recall(encoder)))
