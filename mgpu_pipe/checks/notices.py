@@ -39,6 +39,8 @@ from mgpu_pipe.topology import ParallelDims
 MESH = "mesh"
 DEFAULT = RunConfig()
 SIZES = tuple(ParallelDims().as_dict())
+ROWS = {".jsonl", ".ndjson"}
+"""Suffixes of files of JSON Lines."""
 
 
 def unused_options(config: RunConfig) -> list[tuple[str, str]]:
@@ -196,6 +198,7 @@ def notices(config: RunConfig) -> list[Notice]:
         notices += [Notice(key, text) for key, text in across_nodes(dims, devices)]
     notices += [
         *_name_notice(config.model),
+        *_rows_notice(config.data),
         *_warm_up_notice(config.scheduler, config.trainer),
         *_recompute_notice(config.strategy),
         *_noise_notice(config.model),
@@ -260,6 +263,13 @@ def _vectors_notices(model: ModelConfig, data: DataConfig, objective: ObjectiveC
         key = f"{kind}_prompt"
         if prompt and getattr(data, key, prompt) is None:
             yield Notice(f"data.{key}", f"model.path has the prompt {prompt!r} for it; set it to train its vectors")
+
+
+def _rows_notice(data: DataConfig) -> list[Notice]:
+    """Names the first path whose rows of JSON are trained on as they stand."""
+    paths = [path for path in data.paths if data.source == "text_files" and ROWS & set(Path(path).suffixes)]
+    text = "is read as a text, with its braces and names; data=jsonl reads one column of its rows"
+    return [Notice("data.paths", f"{paths[0]} {text}")] if paths else []
 
 
 def _warm_up_notice(scheduler: SchedulerConfig, trainer: TrainerConfig) -> list[Notice]:

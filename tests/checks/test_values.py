@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.checks import devices as numerics
-from mgpu_pipe.checks.notices import unused_options
+from mgpu_pipe.checks.notices import notices, unused_options
 from mgpu_pipe.checks.preflight import preflight, preflight_errors
 from mgpu_pipe.config import resolve
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
@@ -284,6 +284,13 @@ def test_a_cpu_that_emulates_bf16_is_told(bf16_units: Callable[[bool], None]) ->
     for units, told in ((True, []), (False, ["precision.name"])):
         bf16_units(units)
         assert [notice.key for notice in preflight(compose([CPU, "precision=bf16"])[0])] == told
+
+
+def test_rows_of_json_that_train_as_a_text_are_named() -> None:
+    for path, told in (("rows.jsonl", ["data.paths"]), ("rows.ndjson.gz", ["data.paths"]), ("code.json", [])):
+        config = compose([CPU, "data=text_files", f"data.paths=[{path}]"])[0]
+        assert [notice.key for notice in notices(config)] == told
+    assert not notices(compose([CPU, "data=jsonl", "data.paths=[rows.jsonl]"])[0])
 
 
 def test_a_recipe_of_another_precision_is_told() -> None:
