@@ -50,7 +50,7 @@ def add_visual_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="append", type=Path, default=[], metavar="FILE", help=image_help)
     video_help = "a video, a file or a folder of frames, likewise; <video> in the text marks its place"
     parser.add_argument("--video", action="append", type=Path, default=[], metavar="FILE", help=video_help)
-    audio_help = "a recording, for models that hear, likewise; <audio> in the text marks its place"
+    audio_help = "a recording; <audio> in the text marks its place"
     parser.add_argument("--audio", action="append", type=Path, default=[], metavar="FILE", help=audio_help)
 
 

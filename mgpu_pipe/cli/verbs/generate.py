@@ -59,16 +59,14 @@ def _build_parser() -> argparse.ArgumentParser:
         type=non_negative,
         default=None,
         metavar="T",
-        help="default 0.8, of encoder-decoder models 0, which always takes the likeliest token",
+        help="default 0.8, of encoder-decoders 0 (likeliest)",
     )
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
     parser.add_argument("--min-p", type=share, metavar="P", help="draw among tokens of P times the likeliest's share")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this text; repeatable")
     parser.add_argument("--seed", type=random_seed, default=0, metavar="N", help="of the draws; default 0")
-    parser.add_argument(
-        "--raw", action="store_true", help="continue the prompt, also where the model has a chat template"
-    )
+    parser.add_argument("--raw", action="store_true", help="continue the prompt, without a chat template")
     parser.add_argument("--input", type=Path, metavar="FILE", help="prompts or recordings: JSON Lines, CSV or Parquet")
     parser.add_argument("--output", type=Path, metavar="FILE", help="answers to --input, one a line in their order")
     parser.add_argument(
