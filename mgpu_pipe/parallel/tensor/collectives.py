@@ -25,13 +25,11 @@ _reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", 
 SEQUENCE_DIM = -2
 """Activations are ``(..., sequence, width)``."""
 GATHER_BYTES = 64 << 10
-"""Sums of at most so many bytes of a token's activations are gathered: gloo's all-reduce takes twice the rounds."""
+"""Without gradients, sums of at most so many bytes are gathered: gloo's all-reduce takes twice the rounds."""
 
 
 def all_reduce_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of ``x`` over the ranks of ``group``."""
-    if not torch.is_grad_enabled() and x.device.type == "cpu" and x.nbytes <= GATHER_BYTES:
-        return all_gather_parts(x, group).sum(0)
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -148,7 +146,11 @@ class _SplitSequence(torch.autograd.Function):
 
 def sum_forward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum of the ranks' partial results; the gradient, which is whole on every rank, passes as it is."""
-    return _SumForward.apply(x, group) if torch.is_grad_enabled() else all_reduce_sum(x, group)
+    if torch.is_grad_enabled():
+        return _SumForward.apply(x, group)
+    if x.device.type == "cpu" and x.nbytes <= GATHER_BYTES:
+        return all_gather_parts(x, group).sum(0)
+    return all_reduce_sum(x, group)
 
 
 def sum_backward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
