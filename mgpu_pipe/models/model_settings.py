@@ -124,7 +124,7 @@ def _differences(live: Mapping[str, Any], saved: Mapping[str, Any], within: str 
             yield f"{path}={now} (saved with {before})"
 
 
-def _are_numbers(labels: object) -> bool:
+def _are_numbers(classes: object) -> bool:
     """Whether classes have no names but their numbers, as earlier versions read them from tables of the datasets
     library; the data's digest guards the order."""
-    return isinstance(labels, Mapping) and all(name == str(number) for name, number in labels.items())
+    return isinstance(classes, Mapping) and all(name == str(number) for name, number in classes.items())

@@ -11,6 +11,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.cache import answer_once, digest_of, no_progress, read_manifest
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.prepare_data import prepare
+from mgpu_pipe.data.text.conversations import joined_templates
 from mgpu_pipe.data.text.earlier_versions import is_read_anew
 from mgpu_pipe.data.text.file_source import contents_of
 from mgpu_pipe.data.text.prepare_text import PreparedData
@@ -45,7 +46,7 @@ NEW: dict[str, tuple[dict[str, Any], str]] = {
     "another role": (talk({**USER, "role": "Human"}, ANSWER), CHATML),
     "tools of a template for tools": (
         talk(tools=[{"type": "function", "function": {"name": "f"}}]),
-        "{% if tools %}{{ tools }}" + CHATML + "{% else %}" + CHATML + "{% endif %}",
+        joined_templates("{{ tools }}" + CHATML, CHATML),
     ),
     "another mark": (talk(USER, ANSWER, USER, {**ANSWER, "training": False}), CHATML),
     "a place of no picture": (talk({**USER, "content": "a <image> b"}, ANSWER), PARTS),
@@ -58,6 +59,10 @@ OLD: dict[str, tuple[dict[str, Any], str]] = {
         CHATML,
     ),
     "whole tools": (talk(tools=[{"type": "function", "function": {"name": "f"}}]), CHATML),
+    "tools of a template of its own branches": (
+        talk(tools=[{"type": "function", "function": {"name": "f"}}]),
+        "{% if tools %}{{ tools }}" + CHATML + "{% else %}" + CHATML + "{% endif %}",
+    ),
     "plain": (talk(topic="a", system_prompt="", functions=[]), CHATML),
     "parts": (talk(), PARTS),
     "a system message": (talk({"role": "system", "content": "Be."}, USER, ANSWER, system_prompt="Be."), CHATML),
