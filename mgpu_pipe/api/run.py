@@ -150,9 +150,7 @@ class Run:
         device: str = "auto",
         raw: bool = False,
     ) -> list[str]:
-        """Continuation of each prompt, without the prompt; or the answer of a model that answers.
-
-        Encoder-decoder models and models trained on conversations answer.
+        """Continuation of each prompt; or its answer, by encoder-decoders and models trained on conversations.
 
         Args:
             temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.

@@ -97,19 +97,16 @@ def generate_text(
         temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.
         top_k, top_p, min_p: draw among the likeliest only; None does not restrict.
         stop: texts before which an answer ends.
-        seed: of the draws. Each prompt has its own stream, independent of the other prompts. The process's random
-            state does not change.
+        seed: of the draws. Each prompt has its own stream; the process's random state does not change.
         together: the model is sharded over all processes, which all make this call.
-        forward: replaces the model's forward pass; it gets the whole text so far for each new token, unless it keeps a
-            cache (:func:`keeps_cache`).
+        forward: replaces the model's forward pass; it gets whole texts, unless it keeps a cache (:func:`keeps_cache`).
         streamer: of transformers; gets the ids of the prompt and then each new id.
         batch_size: prompts of one forward pass, where temperature is 0.
         visuals: the pictures and videos of each prompt.
         draft: proposes tokens that the model checks (:func:`.open.open_draft`); for temperature 0 and a batch of one.
 
     Raises:
-        BadInputError: the model is one of speech; or a prompt fills the model's context, is refused by the chat
-            template, or has another number of places than pictures.
+        BadInputError: the model hears; a prompt fills its context, is refused by its template, or lacks pictures.
     """
     if model.main_input_name == "input_features":
         raise BadInputError(f"{type(model).__name__} hears recordings and continues no text; use mgpu-pipe eval")
