@@ -174,9 +174,10 @@ def _next_commands(
     if summary.get("checkpoint") is None:
         return {"resume": "no checkpoint was saved; set checkpoint.save_last=true"}
     program, root = this_program(), str(paths.root)
-    generates = description(str(summary.get("objective"))).attention == "causal"
+    known = description(str(summary.get("objective")))
+    generates, classifies = known.attention == "causal", known.model_class.endswith("ForSequenceClassification")
     prompt = next(iter(getattr(objective, "sample_prompts", ())), "The ")
-    if data.holds_conversations():
+    if data.holds_conversations() and not classifies:
         tries = {"chat": shlex.join([*program, "chat", root])}
     else:
         tries = {"generate": shlex.join([*program, "generate", root, "--prompt", prompt])} if generates else {}

@@ -104,6 +104,7 @@ def test_four_steps_of_the_experiment_evaluate_and_export(cache: Path, tmp_path:
 
     short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "logger=none", "data.numbers.count=200")
     out = mgpu(cache, tmp_path, "experiment=reward_style", "trainer.devices=2", "scheduler.warmup_steps=1", *short)
+    assert "mgpu-pipe chat" not in out, "it scores answers and writes none"
     folder = run_folder(out)
     config = compose([f"data.cache_dir={cache}", "experiment=reward_style", *short])[0]
     samples = SeparateConversations(prepare(config).open(config, "validation"))
