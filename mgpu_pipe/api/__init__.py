@@ -109,7 +109,7 @@ def train(overrides: Sequence[str] = ()) -> Run:
 
 
 def open_run(folder: PathLike | None = None) -> Run:
-    """Open a run by its folder, or the latest run below ``outputs``; RunFolderError if it is none."""
+    """Open a run by its folder, or the latest run below ``outputs``; RunFolderError for another folder."""
     from mgpu_pipe.runs.latest import named_or_newest
 
     with as_exceptions():

@@ -183,7 +183,7 @@ def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> A
 
 
 def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> Candidates:
-    """Every layout that the model and the batch allow; ConfigError if there is none."""
+    """Every layout that the model and the batch allow; ConfigError without a layout."""
     fields = model_fields(config.model)
     trainer, words = on_processes(config.trainer, profile, gpus)
     placed = replace(config, trainer=trainer)

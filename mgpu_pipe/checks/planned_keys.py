@@ -26,7 +26,7 @@ TRIED = 8
 
 
 def with_planned_strategy(config: RunConfig) -> tuple[RunConfig, list[Notice]]:
-    """``config`` of ``strategy=auto`` with the planned strategy, and a notice; ConfigError if there is none."""
+    """``config`` of ``strategy=auto`` with the planned strategy, and a notice; ConfigError if no layout fits."""
     trainer = replace(config.trainer, devices=devices_per_node(config.trainer, config.strategy))
     plan = replace(config.plan, gpus=[], rows=TRIED, rank_by="speed", hardware=config.plan.hardware[:1])
     try:

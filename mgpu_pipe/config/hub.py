@@ -138,7 +138,7 @@ def without_revisions(model: ModelConfig, data: DataConfig) -> dict[str, Any]:
 
 
 def commit_of(name: HubName, key: str) -> str:
-    """Commit that a name resolves to now, offline the cached one; ConfigError if there is none."""
+    """Commit that a name resolves to now, offline the cached one; ConfigError without a commit."""
     with asking(name, key):
         from huggingface_hub import HfApi
 

@@ -171,7 +171,7 @@ class RunView:
 
 
 def load_run(paths: RunPaths) -> RunView:
-    """Read a run's folder; RunFolderError if it is none."""
+    """Read a run's folder; RunFolderError for another folder."""
     if not is_run_folder(paths.root):
         raise RunFolderError(_not_a_run(paths.root))
     view = RunView(paths)

@@ -125,7 +125,7 @@ def listed(folder: Path, *, sized: bool = True) -> Listed:
 
 
 def delete_run(folder: Path) -> None:
-    """Hide a run's folder by its new name, then delete it; RunFolderError if it is none, held, or stays."""
+    """Hide a run's folder by its new name, then delete it; RunFolderError for no run, one in use, one that stays."""
     if folder.is_symlink():
         raise RunFolderError(f"{folder}: is a symbolic link; delete the folder that it leads to")
     if not is_run_folder(folder):

@@ -81,7 +81,7 @@ def plan(words: list[str]) -> int:
 
 
 def _without_file(words: list[str]) -> tuple[list[str], str | None]:
-    """The words without ``--html FILE``, and the file; BadInputError where FILE is none."""
+    """The words without ``--html FILE``, and the file; BadInputError without a name."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == HTML:
