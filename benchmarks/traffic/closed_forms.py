@@ -12,8 +12,8 @@ from mgpu_pipe.architectures.formulas.parameters import (
     embedding_parameters,
     final_norm_parameters,
     head_parameters,
+    layer_counts,
     layer_norm_parameters,
-    layer_parameters,
 )
 from mgpu_pipe.topology import ParallelDims
 
@@ -141,7 +141,7 @@ def _unit_traffic(
     if shards == 1:
         return {}
     norms = layer_norm_parameters(fields)
-    layer = (layer_parameters(fields, 0).total - norms) // dims.tp + norms
+    layer = (layer_counts(fields)[0].total - norms) // dims.tp + norms
     tables = first * embedding_parameters(fields) + last * head_parameters(fields)
     ends = tables // dims.tp + last * final_norm_parameters(fields)
     times, again = (1, 0) if dims.pp > 1 else (batches, layers)

@@ -15,8 +15,8 @@ from mgpu_pipe.architectures.formulas.parameters import (
     final_norm_parameters,
     has_exact_sizes,
     head_parameters,
+    layer_counts,
     layer_norm_parameters,
-    layer_parameters,
     sizes_of,
 )
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, layer_costs, stage_layers, stages_by_rank
@@ -192,7 +192,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
     """
     strategy, precision, peft = config.strategy, resolve_precision(config.precision, config.trainer), config.peft
-    layers = [layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"])]
+    layers = [layer.total for layer in layer_counts(fields)]
     block = sum(layers) / max(1, len(layers))
     final_norm = final_norm_parameters(fields)
     by_one_rank = dims.pp == 1 or SCHEDULES[strategy.pipeline.schedule].v_shaped

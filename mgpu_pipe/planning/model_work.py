@@ -14,7 +14,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
     experts_per_token,
     head_parameters,
     latent_parameters,
-    layer_parameters,
+    layer_counts,
     shared_width,
     sizes_of,
 )
@@ -142,7 +142,7 @@ def compiles_blocks(
     model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, device: str, fields: Mapping[str, Any]
 ) -> bool:
     """Whether a run compiles its blocks on ``cpu`` or ``cuda``; takes the toolchain of ``auto`` for granted."""
-    blocks = sum(layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"]))
+    blocks = sum(layer.total for layer in layer_counts(fields))
     parameters = blocks + embedding_parameters(fields) + head_parameters(fields)
     wanted = prefers_compiled(model, strategy, precision, device, parameters)
     return wanted and (model.compile is True or not splits_backward(strategy))

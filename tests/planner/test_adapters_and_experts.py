@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mgpu_pipe.architectures.formulas.flops import Shape
-from mgpu_pipe.architectures.formulas.parameters import layer_parameters
+from mgpu_pipe.architectures.formulas.parameters import layer_counts
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, PeftConfig
 from mgpu_pipe.models.adapters.lora import add_adapters, is_adapter
@@ -92,7 +92,7 @@ def test_latent_attention_has_its_own_matrices_and_heads() -> None:
     work = run_work(config, fields)
     assert (work.head_dim, work.shared, Shape.from_fields(fields).head_dim) == (160, 1, 160)
     active = work.attention_parameters + (work.chosen + work.shared) * work.expert_parameters
-    counted = layer_parameters(fields, 60)
+    counted = layer_counts(fields)[60]
     assert active == pytest.approx(counted.active, rel=0.01)
     assert work.layer_parameters == pytest.approx(counted.total, rel=0.01)
     plain = replace(work, attention_weights=0.0)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mgpu_pipe.architectures.find import families_in_role
-from mgpu_pipe.architectures.formulas.parameters import count_parameters, layer_parameters
+from mgpu_pipe.architectures.formulas.parameters import count_parameters, layer_counts
 from mgpu_pipe.models.active_parameters import training_flops_per_token
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
@@ -40,7 +40,7 @@ def test_counts_are_those_of_built_models(family: str, fields: dict[str, Any]) -
         key=lambda blocks: len(blocks),
     )
     for number, block in enumerate(blocks):
-        assert layer_parameters(known, number).total == sum(p.numel() for p in block.parameters())
+        assert layer_counts(known)[number].total == sum(p.numel() for p in block.parameters())
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet"])

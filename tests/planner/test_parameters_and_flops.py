@@ -25,7 +25,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
     ParameterCount,
     count_parameters,
     has_exact_sizes,
-    layer_parameters,
+    layer_counts,
 )
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
@@ -110,7 +110,7 @@ def layer_sizes(family: str) -> tuple[list[int], list[int], bool]:
     lists = (_lists_of_layers(each) for each in build_meta(model).modules())
     blocks = zip(*next(found for found in lists if found), strict=True)  # XLM has a list for each part of a layer
     fields = resolved_fields(model)
-    formula = [layer_parameters(fields, layer).total for layer in range(LAYERS)]
+    formula = [layer.total for layer in layer_counts(fields)]
     in_blocks = [sum(p.numel() for part in block for p in part.parameters()) for block in blocks]
     return in_blocks, formula, has_exact_sizes(fields)
 

@@ -102,7 +102,7 @@ def count_parameters(fields: Mapping[str, Any], model_class: str = CAUSAL) -> Pa
         return ParameterCount(encoder, encoder)
     if _family_sizes(fields) is None or fields.get("add_cross_attention"):
         return None
-    layers = [layer_parameters(fields, layer) for layer in range(fields["num_hidden_layers"])]
+    layers = layer_counts(fields)
     ends = embedding_parameters(fields) + final_norm_parameters(fields)
     ends += 0 if fields["tie_word_embeddings"] else head_parameters(fields)
     vision = vision_parameters(fields)
@@ -134,16 +134,28 @@ def layer_norm_parameters(fields: Mapping[str, Any]) -> int:
     return sizes_of(fields).norms * _norm(fields)
 
 
-def layer_parameters(fields: Mapping[str, Any], layer: int) -> ParameterCount:
-    """Parameters of one layer; in a family without sizes those of a usual layer with its fields."""
+def layer_counts(fields: Mapping[str, Any]) -> list[ParameterCount]:
+    """Parameters of each layer; in a family without sizes those of a usual layer with its fields."""
     encoder = encoder_parameters(fields)
     if encoder is not None:
-        return ParameterCount(encoder.layers[layer], encoder.layers[layer])
+        return [ParameterCount(total, total) for total in encoder.layers]
     sizes = sizes_of(fields)
     around = _attention(fields, sizes) + layer_norm_parameters(fields)
-    if not _is_sparse(fields, sizes, layer):
-        total = around + _mlp(fields, sizes)
-        return ParameterCount(total, total)
+    has_experts = [_is_sparse(fields, sizes, layer) for layer in range(fields["num_hidden_layers"])]
+    # Layers of a kind are equal, and the planner asks for hundreds of layouts of a hundred layers.
+    formulas = {False: _dense_layer, True: _sparse_layer}
+    counts = {kind: formulas[kind](fields, sizes, around) for kind in set(has_experts)}
+    return [counts[kind] for kind in has_experts]
+
+
+def _dense_layer(fields: Mapping[str, Any], sizes: Sizes, around: int) -> ParameterCount:
+    """A layer with a feed-forward layer; ``around`` counts its attention and its norms."""
+    total = around + _mlp(fields, sizes)
+    return ParameterCount(total, total)
+
+
+def _sparse_layer(fields: Mapping[str, Any], sizes: Sizes, around: int) -> ParameterCount:
+    """A layer with experts; ``around`` counts its attention and its norms."""
     width, inner, experts = int(fields["hidden_size"]), int(fields[sizes.expert_width]), experts_of(fields)
     each = 3 * width * inner + (2 * inner + width) * sizes.expert_bias
     around += experts * (width + sizes.expert_bias) + _shared_experts(fields, width)

@@ -22,7 +22,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
     final_norm_parameters,
     has_exact_sizes,
     head_parameters,
-    layer_parameters,
+    layer_counts,
 )
 from mgpu_pipe.architectures.formulas.towers import vision_parameters
 from mgpu_pipe.config.group_keys import StrategyConfig
@@ -147,7 +147,7 @@ def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
     """Costs of a causal language model from its configuration's fields (see :func:`models.fields.resolved_fields`)."""
     shape = Shape.from_fields(fields)
     attention = attention_forward_flops(shape, seq_len)
-    layers = [layer_parameters(fields, layer) for layer in range(shape.layers)]
+    layers = layer_counts(fields)
     vision = vision_parameters(fields)
     return LayerCosts(
         embedding=2.0 * shape.width,
