@@ -180,6 +180,17 @@ _OWN: Mapping[str, Family] = {
         bidirectional=True,
         roles=("text_vectors",),
     ),
+    # Llama 4: its experts take every token, scaled by its router's score. Masks of chunks and scales of queries count a
+    # row's tokens, not a document's.
+    "llama4_text": Family(
+        stages=Stages(path="model"),
+        modules={
+            "Llama4TextAttention": {**QKV, "o_proj": "row"},
+            "Llama4TextMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
+            "Llama4TextMoe": {"experts": "experts"},
+            "Llama4TextExperts": {"gate_up_proj": "packed", "down_proj": "row"},
+        },
+    ),
     # LongCat Flash: two attentions a layer; another field gives the number of layers.
     "longcat_flash": Family(stages=None),
     "mellum": Family(experts="num_local_experts", softmax_routers=True),

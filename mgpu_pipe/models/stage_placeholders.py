@@ -5,6 +5,8 @@ A stage's layers keep their numbers, so its parameters have the same names as in
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -58,6 +60,9 @@ class Received(Removed):
 
 class RemovedEmbedding(nn.Module):
     """Zeros in the shape and type of embedded tokens, (rows, seq_len, width), without a lookup."""
+
+    weight = SimpleNamespace(device=None)
+    """Llama 4 moves token ids to the device of this weight; None leaves them where they are."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -56,16 +56,17 @@ class StageParts:
         whole = cast(Any, model)
         names = {id(module): name for name, module in model.named_modules()}
         text, base = whole.config.get_text_config(), str(getattr(model, "base_model_prefix", ""))
-        vision: tuple[str, ...] = ()
+        modules, vision = dict(model.named_modules()), tuple[str, ...]()
+        parent = base if base in modules else ""  # Llama 4's names no module
+        if text is not whole.config or not parent:
+            base = names[id(whole.get_decoder())]
         if text is not whole.config:
-            parent, base = base, names[id(whole.get_decoder())]
-            children = (f"{parent}.{name}" for name in whole.get_submodule(parent)._modules)
-            vision = tuple(name for name in children if name != base)
+            children = (f"{parent}.{name}".lstrip(".") for name in modules[parent]._modules)
+            vision = tuple(name for name in children if not f"{base}.".startswith(f"{name}."))
         stages, head = stages_of(text.model_type), names.get(id(whole.get_output_embeddings()))
         if stages is None or head is None:
             raise ConfigError("strategy.pp", ranks, "use pp=1", f"{text.model_type} cannot be cut into stages")
-        path = f"{base}.{stages.path}." if stages.path else f"{base}."
-        modules = dict(model.named_modules())
+        path = "".join(f"{name}." for name in (base, stages.path) if name)
         norm = f"{path}{stages.norm}"
         parts = cls(
             path + stages.embedding,

@@ -100,11 +100,11 @@ def tensor_plan(model: nn.Module, whole: Sequence[str] = ()) -> dict[str, Style]
         for child, style in family_styles.get(type(module).__name__, {}).items():
             if style == "per_head" or isinstance(getattr(module, child, None), nn.Module | nn.Parameter):
                 plan[f"{name}.{child}" if name else child] = style
-    names = [*modules, *(name for name, _ in model.named_parameters())]
+    names, of_family = [*modules, *(name for name, _ in model.named_parameters())], frozenset(plan)
     brought = getattr(model, "tp_plan", None) or {}
     for pattern, brought_style in brought.items():
         matching = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
-        matches = [name for name in names if matching(name)]
+        matches = [name for name in names if matching(name) and name not in of_family]
         if matches and brought_style not in STYLES:
             reason = f"the {_model_type(model)} family's plan cuts {pattern} in a way that is not known here"
             raise ConfigError("strategy.tp", brought_style, "use strategy.tp=1", reason)

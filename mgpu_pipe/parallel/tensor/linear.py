@@ -34,6 +34,9 @@ from mgpu_pipe.parallel.tensor.collectives import (
 from mgpu_pipe.parallel.tensor.cut import TensorCut
 from mgpu_pipe.parallel.tensor.sequence import SequenceSplit, hidden_of, with_hidden
 
+TRANSPOSED = ("Llama4TextExperts",)
+"""Classes of experts with matrices (experts, inputs, outputs) that transformers does not mark as transposed."""
+
 
 class GatheredInput:
     """The gathered input of one call of a region, and its second gathering in the backward pass."""
@@ -211,11 +214,13 @@ def experts_parallel(
     def is_split() -> bool:
         return sequence is not None and sequence.active
 
-    def experts_forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        weights = sum_backward(weights, group)
+    def experts_forward(hidden: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        if routing:
+            chosen, weights = routing
+            routing = chosen, sum_backward(weights, group)
         if is_split():  # summed with the whole block's result and input
-            return plain_experts(hidden, chosen, weights)
-        return sum_forward(plain_experts(sum_backward(hidden, group), chosen, weights), group)
+            return plain_experts(hidden, *routing)
+        return sum_forward(plain_experts(sum_backward(hidden, group), *routing), group)
 
     def block_forward(hidden_states: torch.Tensor) -> torch.Tensor:
         if not is_split():
@@ -256,7 +261,7 @@ def _cut_expert_weights(cut: TensorCut, name: str, experts: nn.Module) -> dict[s
     blocks = experts.blocks if isinstance(experts, Nf4Experts) else {}
     adapted = experts.adapter_names() if isinstance(experts, LoraExperts) else {}
     styles = {attribute: cut.plan.get(f"{name}.{attribute}") for attribute in parameters}
-    transposed = bool(getattr(experts, "is_transposed", False))
+    transposed = bool(getattr(experts, "is_transposed", type(experts).__name__ in TRANSPOSED))
     if getattr(experts, "has_bias", False) and None in styles.values():
         reason = f"the experts of {name} have biases, which the plan does not list"
         raise cut.refusal("use strategy.ep instead", reason)
