@@ -79,7 +79,15 @@ def test_four_steps_learn_from_the_run_of_another_experiment(cache: Path, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "shares"),
-    one_in(2, [("dpo", ("val/preference_accuracy", "val/style_rate")), ("kto", ("val/accuracy",))]),
+    one_in(
+        4,
+        [
+            ("dpo", ("val/preference_accuracy", "val/style_rate")),
+            ("kto", ("val/accuracy",)),
+            ("orpo", ("val/preference_accuracy",)),
+            ("simpo", ("val/preference_accuracy",)),
+        ],
+    ),
 )
 def test_four_steps_start_from_the_run_of_another_experiment(
     cache: Path, tmp_path: Path, objective: str, shares: tuple[str, ...]
