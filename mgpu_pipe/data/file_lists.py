@@ -17,7 +17,7 @@ from typing import Any
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.bad_samples import NAMED, BadSampleError, Fault, rows_of_files, unusable_files
+from mgpu_pipe.data.bad_samples import NAMED, OR_SKIP, BadSampleError, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.files import files_below, is_no_data
 from mgpu_pipe.data.fingerprint import Fingerprint
@@ -116,9 +116,8 @@ def entries_of(
             entries = [_faulty(path, row)] if isinstance(row, Fault) else row
             for entry in entries:
                 if entry.fault and not skips:
-                    raise DataError(
-                        row.message if isinstance(row, Fault) else f"{entry.origin}: {entry.fault}; {files.FIX}"
-                    )
+                    problem = row.message if isinstance(row, Fault) else f"{entry.origin}: {entry.fault}; {files.FIX}"
+                    raise DataError(f"{problem}{OR_SKIP}")
                 whole = whole or not entry.fault
                 yield entry
             first = first or (row.message if isinstance(row, Fault) else "")

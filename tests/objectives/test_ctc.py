@@ -207,7 +207,7 @@ def broken(folder: Path, kind: str) -> str:
         pytest.param("long", "lasts 16.0 s, longer than data.max_seconds=10", marks=pytest.mark.exhaustive),
         ("cut", "is cut short"),
         ("label", "has a text that needs 80 frames; the recording has"),
-        pytest.param("blank", "has an empty text", marks=pytest.mark.exhaustive),
+        pytest.param("blank", "has no text", marks=pytest.mark.exhaustive),
         ("unknown", "has '!' in its text, which the model's alphabet has not"),
         pytest.param("clipped", "", marks=pytest.mark.exhaustive),
         ("hush", ""),
