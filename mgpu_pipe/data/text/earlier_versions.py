@@ -27,7 +27,7 @@ from mgpu_pipe.data.text.conversations import (
     joins_templates,
 )
 from mgpu_pipe.data.text.foreign_messages import json_value, standard_role
-from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, prompt_column
+from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, is_transcript, prompt_column, with_lists
 from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,7 +54,14 @@ def is_read_anew(row: dict[str, Any], column: str, kind: str) -> bool:
     before = first_there(row, (column, *PROMPTS))
     if any(map(_continues_prompt, answers)) and prompt_column(row, column) != before:
         return True
+    if kind != "chat" and (is_transcript(row.get(before or column)) or _holds_written_lists(row, column)):
+        return True
     return any(map(_has_new_fields, messages))
+
+
+def _holds_written_lists(row: dict[str, Any], column: str) -> bool:
+    answers = [name for name in (*SIDES, COMPLETION) if name in row]
+    return with_lists(row, answers, column, "") != row
 
 
 def _row(line: str, column: str) -> dict[str, Any]:

@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mgpu_pipe.data.files import FIX, missing_column
 from mgpu_pipe.data.text.conversations import (
     BESIDE,
+    CONTEXT,
     HISTORY,
     INPUT,
+    SYSTEM,
+    SYSTEM_PROMPT,
     first_there,
     history_of,
     is_trained,
     messages_of,
     question_of,
     system_before,
+    unused_columns,
 )
-from mgpu_pipe.data.text.foreign_messages import standard_role
+from mgpu_pipe.data.text.foreign_messages import json_value, standard_role
 from mgpu_pipe.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
@@ -33,21 +38,45 @@ OF_OPENAI = ("preferred_output", "non_preferred_output")
 """Columns of OpenAI's pairs; their ``input`` holds messages and tools."""
 RESPONSES = {"chosen_response": "chosen", "rejected_response": "rejected"}
 """Columns of the answers in pairs of Argilla and NeMo."""
+OF_SWIFT = ("rejected_response", "rejected_messages")
+"""Columns of the rejected answer in ms-swift's pairs, whose ``messages`` end with the chosen answer."""
 SHOWN = 40
 """Characters of a prompt in an error message."""
 PROMPTS = ("prompt", "messages", "conversations", "instruction", "question")
 """Columns of the prompt in rows without ``data.messages_column``."""
+_WRITTEN = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:.*\]\s*\Z""", re.DOTALL)
+"""A list of messages as a text: JSON, or what Python prints."""
 
 
 def usual_pair(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of OpenAI's, Argilla's or NeMo's form under the usual names; any other row unchanged."""
+    """A row of OpenAI's, Argilla's, NeMo's or ms-swift's form under the usual names; any other row unchanged."""
     if row.keys() >= RESPONSES.keys() and not row.keys() & {*SIDES}:
         return {RESPONSES.get(name, name): value for name, value in row.items()}
+    rejected, messages = first_there(row, OF_SWIFT), row.get(PROMPTS[1])
+    if rejected and isinstance(messages, list) and len(messages) > 1 and not row.keys() & {*RESPONSES.values()}:
+        whole = rejected == OF_SWIFT[1]
+        rest = {name: value for name, value in row.items() if name not in (rejected, PROMPTS[1])}
+        rest |= {} if whole else {PROMPTS[1]: messages[:-1]}
+        return {**rest, SIDES[0]: messages if whole else messages[-1:], SIDES[1]: row[rejected]}
     prompt = row.get(INPUT)
     if not isinstance(prompt, dict) or not all(name in row for name in OF_OPENAI):
         return row
     rest = {name: value for name, value in row.items() if name not in (INPUT, *OF_OPENAI)}
     return {**rest, **prompt, **dict(zip(SIDES, (row[name] for name in OF_OPENAI), strict=True))}
+
+
+def with_lists(row: dict[str, Any], answers: Iterable[str], column: str, origin: str) -> dict[str, Any]:
+    """``row`` with lists of messages that it holds as JSON texts; DataError for lists that Python printed."""
+    prompts, sides = (
+        [name for name in names if isinstance(row.get(name), str) and _WRITTEN.match(row[name])]
+        for names in (dict.fromkeys((column, *PROMPTS)), answers)
+    )
+    lists = {name: json_value(row[name]) for name in [*prompts, *(sides if len(sides) == len([*answers]) else ())]}
+    if printed := next((name for name, value in lists.items() if isinstance(value, str)), None):
+        raise DataError(
+            f"{origin}: column '{printed}' holds messages as a text that is no JSON; write it by json.dumps"
+        )
+    return {**row, **lists}
 
 
 def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages, Messages]:
@@ -62,7 +91,7 @@ def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messag
     """
     if column in SIDES:
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds an answer")
-    row = usual_pair(row)
+    row = with_lists(usual_pair(row), SIDES, column, origin)
     _require_prompt(row, column, origin)
     whole = [conversation_of(row, side, origin, column) for side in SIDES]
     shared = 0
@@ -98,7 +127,8 @@ def conversation_of(row: dict[str, Any], side: str, origin: str, column: str) ->
     if isinstance(answer, str):
         if not answer:
             raise DataError(f"{origin}: column '{side}' is empty; {FIX}")
-        transcript = _transcript(answer) if prompt_column(row, column) is None else []
+        name = prompt_column(row, column)
+        transcript = _transcript(answer) if name is None or is_transcript(row[name]) else []
         answer = transcript or [{"role": "assistant", "content": answer}]
     elif isinstance(answer, dict):
         answer = [answer]
@@ -117,6 +147,11 @@ def _transcript(text: str) -> list[Any]:
     if before.strip() or not turns:
         return []
     return [{"role": role, "content": said.strip()} for role, said in zip(turns[::2], turns[1::2], strict=True)]
+
+
+def is_transcript(prompt: object) -> bool:
+    """Whether a prompt is a transcript of HH-RLHF's form that the assistant is to continue."""
+    return isinstance(prompt, str) and prompt.rstrip().endswith("\n\nAssistant:") and bool(_transcript(prompt))
 
 
 def prompt_column(row: dict[str, Any], column: str) -> str | None:
@@ -148,7 +183,24 @@ def _users_texts(messages: list[Any]) -> list[str]:
 
 def preference_columns(column: str) -> list[str]:
     """Columns that become pairs."""
-    return [*BESIDE, *SIDES, *OF_OPENAI, *RESPONSES, column, *PROMPTS, INPUT, HISTORY]
+    return [*BESIDE, *SIDES, *OF_OPENAI, *RESPONSES, *OF_SWIFT, column, *PROMPTS, INPUT, CONTEXT, HISTORY]
+
+
+def unread_columns(row: dict[str, Any], known: Sequence[str], messages: Messages) -> list[str]:
+    """Columns of a row that are not among the ``known``, or hold a text that is in none of its messages."""
+    said = "\n".join(str(message["content"]) for message in messages)
+    texts = (SYSTEM, SYSTEM_PROMPT, *PROMPTS, INPUT, CONTEXT, HISTORY)
+    lost = [name for name in texts if any(text.strip() not in said for text in _texts_in(row.get(name)))]
+    return [*unused_columns(row, known), *(name for name in lost if name in known)]
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yields the texts of a column: of a transcript, of messages, of pairs."""
+    if isinstance(value, str):
+        turns = _transcript(value) if is_transcript(value) else json_value(value) if _WRITTEN.match(value) else value
+        yield from [turns] if isinstance(turns, str) else _texts_in(turns)
+    for part in value if isinstance(value, list) else []:
+        yield from _texts_in(part.get("content", part.get("value")) if isinstance(part, dict) else part)
 
 
 def _prompt(row: dict[str, Any], origin: str, column: str) -> list[Any]:
@@ -160,6 +212,8 @@ def _prompt(row: dict[str, Any], origin: str, column: str) -> list[Any]:
         fix = f"set data.messages_column to its column: {', '.join(others)}" if others else "add a column 'prompt'"
         raise DataError(f"{origin}: has no prompt (no column {', '.join(dict.fromkeys((column, *PROMPTS)))}); {fix}")
     prompt = row[name]
+    if is_transcript(prompt):
+        return _transcript(prompt)[:-1]
     if isinstance(prompt, str):
         text = question_of(row, name, origin) if name == "instruction" else prompt
         return [*history_of(row, origin), {"role": "user", "content": text}]
@@ -187,7 +241,7 @@ def unpaired_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages
     if column in (COMPLETION, LABEL):
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds something else")
     _require_prompt(row, column, origin)
-    row = _with_completion(row, column)
+    row = _with_completion(with_lists(row, (COMPLETION,), column, origin), column)
     if LABEL not in row:
         raise _missing(LABEL, row, origin)
     written = row[LABEL]
@@ -228,9 +282,23 @@ def _missing(column: str, row: dict[str, Any], origin: str) -> DataError:
     fix = FIXES[column]
     if column not in SIDES and all(side in row for side in SIDES):
         fix = "pairs are read by data=preferences_jsonl, for objective=dpo"
+    elif column in SIDES and first_there(row, (LABEL, TAG)):
+        fix = "labelled answers are read by data=unpaired_jsonl, for objective=kto"
+    elif column in SIDES and (two := _two_answers(row)):
+        fix = f"write the better of {' and '.join(two)} as 'chosen', the other as 'rejected'"
     return DataError(f"{origin}: has no column '{column}'; columns: {', '.join(row) or 'none'}; {fix}")
+
+
+def _two_answers(row: dict[str, Any]) -> list[str]:
+    """The two longest texts or lists whose columns differ by a last digit or letter only; empty without any."""
+    stems = dict[str, list[str]]()
+    for name, value in row.items():
+        if isinstance(value, str | list) and name[-1:] in tuple("012abAB"):
+            stems.setdefault(name[:-1], []).append(name)
+    pairs = [names for names in stems.values() if len(names) == 2]
+    return max(pairs, key=lambda names: sum(len(str(row[name])) for name in names), default=[])
 
 
 def unpaired_columns(column: str) -> list[str]:
     """Columns that become a conversation and its label."""
-    return [*BESIDE, COMPLETION, LABEL, TAG, column, *PROMPTS, INPUT, HISTORY]
+    return [*BESIDE, COMPLETION, LABEL, TAG, column, *PROMPTS, INPUT, CONTEXT, HISTORY]

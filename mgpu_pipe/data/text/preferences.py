@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +32,7 @@ from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.document_encoder import REJECTED, TRAINED
 from mgpu_pipe.data.text.documents import Document
+from mgpu_pipe.data.text.notes import Notes
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples, open_values, prepare_rows, prepare_values
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.errors import DataError
@@ -39,6 +40,8 @@ from mgpu_pipe.errors import DataError
 _LENGTHS, _EQUAL = "chosen_lengths.npy", "equal.npy"
 MARGIN, MARGINS = "margin", "margins"
 """Column of a pair's margin; name of the margins next to a token store."""
+SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"), ("chosen_rating", "rejected_rating"))
+"""Columns of both answers' scores in published sets."""
 
 
 class PreferenceSamples(RowSamples):
@@ -115,7 +118,8 @@ def prepare_preferences(
 ) -> PreparedPreferences:
     """Prepares the pairs of ``data`` (:func:`mgpu_pipe.data.text.prepare_text.prepare`); DataError if none is left."""
     with_margins = description(objective.name).reads_margins
-    known = prepare_rows(PreparedPreferences, model, data, objective, progress, with_margins=with_margins)
+    summarize = summarize_margins if with_margins else Notes.summary
+    known = prepare_rows(PreparedPreferences, model, data, objective, progress, summarize, with_margins=with_margins)
     if with_margins:
         prepare_values(data, known, MARGINS, margins_of, progress)
     equal = sum(int(are_equal(folder).sum()) for folder in known.folders)
@@ -133,6 +137,16 @@ def prepare_preferences(
 def _halves(folder: Path) -> Path:
     """Folder next to a token store with facts about its pairs."""
     return folder.with_name(f"{folder.name}.halves")
+
+
+def summarize_margins(notes: Notes) -> str:
+    """Summary of the notes for an objective that reads margins: how scores, which it does not read, become some."""
+    unused = {name: origin for name, origin in notes.unused.items() if name != MARGIN}
+    said = replace(notes, unused=unused).summary()
+    for chosen, rejected in SCORES:
+        if unused.keys() >= {chosen, rejected} and len(unused) == len(notes.unused):
+            return f"{said}; to train by these scores, add a column '{MARGIN}', {chosen} less {rejected}"
+    return said
 
 
 def margins_of(documents: Iterable[Document]) -> list[float]:

@@ -24,7 +24,7 @@ from mgpu_pipe.data.data_source import held_out_data, open_shipped
 from mgpu_pipe.data.prepared_splits import PreparedSplits, held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.documents import Document, Source
-from mgpu_pipe.data.text.notes import notes_of
+from mgpu_pipe.data.text.notes import Notes, notes_of
 from mgpu_pipe.data.text.prepare_text import tokenise
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
@@ -192,11 +192,13 @@ def prepare_rows(
     data: DataConfig,
     objective: ObjectiveConfig,
     progress: Progress | None = None,
+    summarize: Callable[[Notes], str] = Notes.summary,
     **facts: Any,
 ) -> Rows:
     """Tokenises the rows of ``data``, or finds them cached; :meth:`PreparedRows.with_samples` adds the counts.
 
     Args:
+        summarize: the rows' notes in a line.
         facts: fields of the kind.
 
     Raises:
@@ -214,7 +216,7 @@ def prepare_rows(
     for store in dict.fromkeys(folders):
         kind.write_facts(store)
     notes = notes_of(map(read_manifest, dict.fromkeys(folders)))
-    fields: dict[str, Any] = {"padding_token_id": tokenizer.eos_token_id, "told": notes.summary(), **facts}
+    fields: dict[str, Any] = {"padding_token_id": tokenizer.eos_token_id, "told": summarize(notes), **facts}
     return kind(
         folder=folder,
         held_out_folder=held_folder,

@@ -48,6 +48,7 @@ from mgpu_pipe.data.text.preference_rows import (
     preference_of,
     unpaired_columns,
     unpaired_of,
+    unread_columns,
     usual_pair,
 )
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
@@ -244,14 +245,14 @@ class ChatTemplate:
         """Renders the two conversations of a preference pair, the chosen one first; spans cover only the answers."""
         row = json_row(line, origin, column)
         both, tools = preference_of(row, origin, column), tools_of(usual_pair(row), origin)
-        self.notes.add_unused(origin, unused_columns(row, preference_columns(column)))
+        self.notes.add_unused(origin, unread_columns(row, preference_columns(column), both[0]))
         return [self._rendered_within_limits(messages, tools, origin, len(line), rendered_before) for messages in both]
 
     def unpaired(self, line: str, origin: str, column: str, rendered_before: bool = False) -> tuple[Rendered, bool]:
         """Renders a conversation with a label, spans cover only the completion; and whether it is desirable."""
         row = json_row(line, origin, column)
         messages, desirable = unpaired_of(row, origin, column)
-        self.notes.add_unused(origin, unused_columns(row, unpaired_columns(column)))
+        self.notes.add_unused(origin, unread_columns(row, unpaired_columns(column), messages))
         rendered = self._rendered_within_limits(messages, tools_of(row, origin), origin, len(line), rendered_before)
         return rendered, desirable
 

@@ -161,7 +161,7 @@ def prepare_groups(
 ) -> Groups:
     """Prepares the groups (:func:`mgpu_pipe.data.text.prepare_text.prepare`); DataError if none is left."""
     padding = model_field(model, "pad_token_id")
-    own_padding = {"padding_token_id": padding} if isinstance(padding, int) else {}
+    own_padding: dict[str, Any] = {"padding_token_id": padding} if isinstance(padding, int) else {}
     known = prepare_rows(kind, model, data, objective, progress, last_tokens=0, **own_padding)
     is_joined, last_tokens = description(objective.name).joins_texts, _last_tokens(known.tokenizer_folder)
     template = pair_template(known.tokenizer_folder) if is_joined else None

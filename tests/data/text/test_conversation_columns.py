@@ -11,7 +11,7 @@ import pytest
 from mgpu_pipe.data.data_source import check_sources
 from mgpu_pipe.data.text.conversations import calls_of, columns_read, messages_of, tools_of, unused_columns
 from mgpu_pipe.data.text.preference_rows import preference_of
-from mgpu_pipe.data.text.preferences import prepare_preferences
+from mgpu_pipe.data.text.preferences import prepare_preferences, summarize_margins
 from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.errors import BadInputError, DataError
@@ -355,8 +355,23 @@ def test_a_prompt_next_to_whole_conversations_is_one_of_their_messages() -> None
             "prompt": [{"role": "human", "content": "a?"}],
             **{side: [{"role": "model", "content": side}] for side in ("chosen", "rejected")},
         },
+        {"prompt": "\n\nHuman: a?\n\nAssistant:", "chosen": "chosen", "rejected": "rejected"},
+        {
+            "prompt": "\n\nHuman: a?\n\nAssistant:",
+            **{side: f"\n\nHuman: a?\n\nAssistant: {side}" for side in ("chosen", "rejected")},
+        },
+        {
+            "prompt": json.dumps([ASKED]),
+            **{side: json.dumps([{**SAID, "content": side}]) for side in ("chosen", "rejected")},
+        },
+        {"messages": [ASKED, {**SAID, "content": "chosen"}], "rejected_response": "rejected"},
+        {
+            "messages": [ASKED, {**SAID, "content": "chosen"}],
+            "rejected_messages": [ASKED, {**SAID, "content": "rejected"}],
+        },
     ],
-    ids=["HH-RLHF", "OpenAI", "Argilla", "UltraFeedback", "roles"],
+    ids=["HH-RLHF", "OpenAI", "Argilla", "UltraFeedback", "roles", "prompts of HH-RLHF", "HH-RLHF with its prompts"]
+    + ["JSON texts", "ms-swift", "ms-swift's conversations"],
 )
 def test_pairs_of_other_forms_are_read(row: dict[str, Any]) -> None:
     template = template_of("qwen3")
@@ -366,6 +381,7 @@ def test_pairs_of_other_forms_are_read(row: dict[str, Any]) -> None:
         assert rendered.text[begin:end].removeprefix("<think>\n\n</think>\n\n") == f"{side}<|im_end|>"
         assert rendered.text.count("a?<|im_end|>") == 1 and rendered.text.count("chosen") == (side == "chosen")
         assert ("# Tools" in rendered.text) == ("input" in row)
+    assert not template.notes.summary().startswith("columns")
 
 
 def test_a_conversation_with_its_answer_is_no_prompt() -> None:
@@ -377,3 +393,48 @@ def test_the_columns_of_a_missing_prompt_are_named_once() -> None:
     with pytest.raises(DataError, match=r"has no prompt \(no column messages, prompt, conversations, ") as error:
         preference_of({"chosen": "a", "rejected": "b"}, "row 1", "messages")
     assert str(error.value).count("messages") == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "unread"),
+    [
+        ({"prompt": "a?", "input": "c"}, "input"),
+        ({"prompt": [ASKED], "history": [["c?", "d"]]}, "history"),
+        ({"prompt": "a?", "instruction": "c"}, "instruction"),
+        ({"prompt": "a?", "system": "Be brief.", "system_prompt": "Be kind."}, "system_prompt"),
+        ({"question": "a?", "context": "c"}, "context"),
+        ({"instruction": "a?", "context": "c"}, ""),
+        ({"prompt": "a?", "question": "a? ", "messages": [ASKED, SAID], "history": [["c?", "d"]]}, ""),
+    ],
+)
+def test_a_text_that_no_conversation_holds_is_noted(row: dict[str, Any], unread: str) -> None:
+    template = template_of("qwen3")
+    template.preference(json.dumps({**row, "chosen": "b", "rejected": "c!"}), "x:1", "messages")
+    template.unpaired(json.dumps({**row, "completion": "b", "label": True}), "x:1", "messages")
+    assert sorted(template.notes.unused) == [unread] * bool(unread)
+
+
+@pytest.mark.parametrize(
+    ("row", "fix"),
+    [
+        ({"prompt": "a?", "response_0": "b", "response_1": "c", "better_response_id": 1}, "response_0 and response_1"),
+        ({"model_a": "x", "model_b": "y", "reply_a": "long", "reply_b": "longer"}, "reply_a and reply_b"),
+        ({"prompt": "a?", "completion": "b", "label": True}, "data=unpaired_jsonl, for objective=kto"),
+        ({"prompt": "a?", "answers": ["b", "c"]}, "name the two answers 'chosen' and 'rejected'"),
+        ({"prompt": "a?", **{side: str([SAID]) for side in ("chosen", "rejected")}}, "write it by json.dumps"),
+    ],
+)
+def test_rows_of_unread_forms_name_the_fix(row: dict[str, Any], fix: str) -> None:
+    with pytest.raises(DataError, match=f"^row 1: .*{fix}"):
+        preference_of(row, "row 1", "messages")
+
+
+def test_margins_are_read_and_scores_can_become_some() -> None:
+    row = {"prompt": "a?", "chosen": "b", "rejected": "c", "chosen_score": 2.0, "rejected_score": 1.0}
+    for margin, said in (({}, "add a column 'margin', chosen_score less rejected_score"), ({"margin": 1.0}, "")):
+        template = template_of("qwen3")
+        template.preference(json.dumps({**row, **margin}), "x:1", "messages")
+        summary = summarize_margins(template.notes)
+        assert "columns that are not used: chosen_score, rejected_score (first" in summary
+        assert ("'margin'" in summary) == (margin == {}) and said in summary
+        assert margin == {} or "margin" in template.notes.summary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,9 @@ def test_prompts_of_answers_that_lie_elsewhere_now_are_read_anew() -> None:
     assert not is_read_anew({**talk(USER), **sides, "prompt": "What?"}, "messages", "preferences")
     whole = {name: [USER, {**ANSWER, "content": text}] for name, text in sides.items()}
     assert not is_read_anew({**talk(), **whole, "prompt": "What?"}, "messages", "preferences")
+    written = {name: json.dumps([{**ANSWER, "content": text}]) for name, text in sides.items()}
+    assert is_read_anew({**written, "prompt": "What?"}, "messages", "preferences")
+    assert is_read_anew({**sides, "prompt": "\n\nHuman: What?\n\nAssistant:"}, "messages", "preferences")
     assert is_read_anew({"instruction": "a", "output": "b", "context": "c"}, "messages", "chat")
 
 
