@@ -17,14 +17,11 @@ sample, reduce-scatters their gradients, and tells how many samples each process
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
-import zipfile
 from collections.abc import Callable
 from math import log
 from pathlib import Path
@@ -36,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.nn import functional as collectives
 
+from benchmarks.open_clip import OPEN_CLIP, download_open_clip, load_file
 from benchmarks.processes import run_group
 from benchmarks.support import KEEPING, finish
 from benchmarks.traffic.collectives import Counted, _Mode
@@ -46,7 +44,7 @@ from mgpu_pipe.parallel.device_memory import AllocationWatch
 from mgpu_pipe.topology import ParallelDims
 
 SAMPLES, WIDTH, WORLDS, REPEATS = 2048, 512, (2, 4, 8), 9
-SCALE, BIAS, OPEN_CLIP = 1 / 0.07, -1.0, "open_clip_torch==3.3.0"
+SCALE, BIAS = 1 / 0.07, -1.0
 COLUMNS = (
     *("processes", "over", "peak MB", "its peak MB", "memory", "ms", "its ms", "time"),
     *("MB sent", "its MB sent", "closed form MB", "gradients apart"),
@@ -120,12 +118,8 @@ def naive_siglip(samples: int) -> Way:
 
 
 def open_clip(file: str) -> Way:
-    spec = importlib.util.spec_from_file_location("open_clip_loss", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     rank, size = dist.get_rank(), dist.get_world_size()
-    loss = module.ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=size)
+    loss = load_file(Path(file)).ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=size)
 
     def gradients(images: torch.Tensor, texts: torch.Tensor) -> Gradients:
         loss(images, texts, SCALE).backward()
@@ -193,19 +187,11 @@ def closed_form(processes: int, samples: int, width: int, siglip: bool = False) 
     return 4 * exchanged(4 * samples * width, processes) + all_reduced(8 * processes, processes)
 
 
-def loss_file(folder: str) -> str:
-    """open_clip's ``loss.py``, of a download without what the package depends on."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, OPEN_CLIP]
-    subprocess.run(command, check=True)
-    with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-        return wheel.extract("open_clip/loss.py", folder)
-
-
 def main(samples: int, width: int) -> None:
     rows: list[list[Any]] = []
     os.environ.update(KEEPING)  # for the processes that are started
     with tempfile.TemporaryDirectory() as folder:
-        file = loss_file(folder)
+        file = str(download_open_clip(folder) / "open_clip" / "loss.py")
         for size in WORLDS:
             by_rank = run_group(size, measure, file, samples, width)
             worst = {name: [max(one[name][at] for one in by_rank) for at in range(4)] for name in by_rank[0]}

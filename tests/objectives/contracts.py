@@ -35,9 +35,14 @@ class Contract:
             place, _, cells = line.partition(":")
             processes, *marks = place.split()
             for cell in cells.split(";"):
-                words = [part for word in cell.split() for part in VARIANTS.get(word, word).split()]
+                words = expanded(cell)
                 chosen = [getattr(pytest.mark, mark) for mark in marks]
                 yield pytest.param(name, int(processes), words, marks=chosen, id=f"{name} {processes} {cell.strip()}")
+
+
+def expanded(words: str) -> list[str]:
+    """Overrides, with those that ``@name`` stands for."""
+    return [part for word in words.split() for part in VARIANTS.get(word, word).split()]
 
 
 VARIANTS = {

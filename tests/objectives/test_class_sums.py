@@ -1,4 +1,4 @@
-"""Figures of classes and calibration. Oracle: the definitions, sample by sample in numpy."""
+"""Figures of classes and calibration. Oracle: the definitions, sample by sample in numpy; torchmetrics' calibration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torchmetrics.functional.classification import multiclass_calibration_error
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.objectives.class_sums import BINS, ClassSums
@@ -44,6 +45,8 @@ def test_the_figures_are_those_of_each_sample_however_the_batch_is_cut(classes: 
         if inside.any():
             error += inside.mean() * abs((chosen == truth)[inside].mean() - sure[inside].mean())
     assert found["calibration"]["expected_error"] == pytest.approx(error, abs=1e-12)
+    theirs = multiclass_calibration_error(torch.from_numpy(shares), labels[:-1], classes, n_bins=BINS, norm="l1")
+    assert found["calibration"]["expected_error"] == pytest.approx(float(theirs), abs=1e-6)
     assert sum(each["samples"] for each in found["calibration"]["bins"]) == 199
 
 

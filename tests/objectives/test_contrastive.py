@@ -29,7 +29,7 @@ from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.training.strategy import EngineStrategy
 from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
-from tests.objectives.harness import cut, step_loss
+from tests.objectives.harness import check_gradients, check_loss, cut, gradients_of, step_loss
 from tests.support import small_runs
 from tests.support.command import four_steps
 from tests.support.needs import need_digits
@@ -89,7 +89,7 @@ def compared_with_transformers(objective: ContrastiveObjective, batch: dict[str,
     model: Any = objective.model
     batch["pixel_values"] = batch["pixel_values"].double()
     loss = step_loss(objective, cut(batch, 2))
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     model._forward_hooks.clear()
     inputs = {name: batch[name] for name in ("pixel_values", "input_ids")}
@@ -98,13 +98,12 @@ def compared_with_transformers(objective: ContrastiveObjective, batch: dict[str,
         inputs["attention_mask"] = (torch.arange(12) <= ends[:, None]).long()
     whole = 6 * model(**inputs, return_loss=True).loss
     whole.backward()
-    assert float(loss) == pytest.approx(float(whole.detach()), rel=1e-6)
+    check_loss(loss, whole, 1e-6)
+    wanted = gradients_of(model)
     for name, parameter in model.named_parameters():
-        found = gradients[name]
-        assert (found is None) == (parameter.grad is None), name
-        if found is not None:
-            error = (found - parameter.grad).abs().max()
-            assert error <= 1e-5 * parameter.grad.abs().max() + 1e-7, name
+        assert (found[name] is None) == (parameter.grad is None), name
+        parameter.grad = found[name]
+    check_gradients(model, wanted, each=1e-6, whole=1e-9)
 
 
 @pytest.mark.parametrize("family", ["clip", "siglip", "metaclip_2", "clipseg", "chinese_clip", "altclip"])

@@ -18,6 +18,7 @@ from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.audio.recordings import Spans, random_of_spans
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.sources.demo.spoken_digits import check_programs
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
@@ -79,6 +80,30 @@ def test_gradients_of_long_recordings_are_those_of_float64() -> None:
     torch.nn.functional.ctc_loss(shares, batch["labels"], frames, torch.tensor([40, 40]), reduction="sum").backward()  # type: ignore[no-untyped-call]
     assert kept[0].grad is not None and logits.grad is not None
     assert float((kept[0].grad - logits.grad).norm() / logits.grad.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("places", "spans"),
+    [(90, Spans(0.3, 6, 0)), (40, Spans(0.05, 10, 2)), (25, Spans(0.02, 4, 0)), (9, Spans(1, 5, 3))],
+)
+def test_hidden_spans_are_as_long_and_as_many_as_those_of_transformers(places: int, spans: Spans) -> None:
+    """SpecAugment (arXiv:1904.08779): spans lie inside the recording and hide at most their share of it, rounded up."""
+    from transformers.models.wav2vec2.modeling_wav2vec2 import _compute_mask_indices
+
+    np.random.seed(0)
+    settings = ((1, places), spans.share, spans.length, None, spans.fewest)
+    theirs = np.concatenate([_compute_mask_indices(*settings) for _ in range(2000)])
+    ours = np.stack([spans.draw_mask(places, random_of_spans(7, number)) for number in range(2000)])
+    most = max(np.ceil(spans.share * places / spans.length), spans.fewest) * spans.length
+    assert ours.sum(1).max() == theirs.sum(1).max() <= most and abs(ours.mean() - theirs.mean()) < 0.01
+    for hidden in ours:
+        starts, ends = np.flatnonzero(np.diff([False, *hidden, False])).reshape(-1, 2).T
+        assert (ends - starts >= spans.length).all(), "no span is cut"
+    assert np.abs(ours.mean(0) - theirs.mean(0)).max() < 0.06, "each place is hidden as often"
+    again, other = (
+        np.stack([spans.draw_mask(places, random_of_spans(seed, number)) for number in range(50)]) for seed in (7, 8)
+    )
+    assert np.array_equal(again, ours[:50]) and not np.array_equal(other, ours[:50]), "keyed by seed and sample"
 
 
 def test_a_norm_that_looks_at_padding_is_found() -> None:

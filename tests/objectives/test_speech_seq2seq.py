@@ -95,6 +95,29 @@ def test_words_are_counted_in_what_the_decoder_writes_by_itself(tmp_path: Path) 
     assert objective.evaluation_sums(objective.batch_spec.empty(9, torch.device("cpu"))).tolist() == [0.0] * 6
 
 
+def test_a_spectrogram_hides_spans_by_its_sample_alone(tmp_path: Path) -> None:
+    """However a batch is cut, so under any strategy and after a resume; held-out recordings hide none."""
+    need_speech()
+    bands = ("model.config.mask_feature_prob=0.2", "model.config.mask_feature_length=4")
+    shares = ("model.config.mask_time_prob=0.2", "model.config.mask_time_length=5", *bands)
+    given = (*shares, "data.speed=0", "data.noise=0", "data.validation_fraction=0.25")
+    config, plain = listed(tmp_path, *given), listed(tmp_path, *given, "model.config.apply_spec_augment=false")
+    opened = prepare(config).open(config, "train")
+    samples, whole = (objective_class("speech_seq2seq").samples(each, opened) for each in (config, plain))
+    numbers = np.arange(8)
+    seen, full = (each.batch(numbers, 100 + numbers)["input_features"] for each in (samples, whole))
+    alone = samples.batch(numbers[3:4], 103 + numbers[:1])["input_features"]
+    assert torch.equal(alone[0], seen[3]), "keyed by sample"
+    assert not torch.equal(samples.batch(numbers[3:4], 903 + numbers[:1])["input_features"][0], seen[3])
+    hidden = seen != full
+    assert not seen[hidden].any()
+    for row in hidden:
+        times, features = row.float().mean(0), row.float().mean(1)
+        assert 0 < int((times > 0.9).sum()) <= np.ceil(0.2 * row.shape[1]) and 4 <= int((features > 0.4).sum()) <= 8
+    held, known = (each.batch(numbers, -1 - numbers)["input_features"] for each in (samples, whole))
+    assert torch.equal(held, known)
+
+
 @pytest.mark.exhaustive  # the runs of test_ctc.py are alike
 def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

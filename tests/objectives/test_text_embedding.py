@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective, search_sums
 from mgpu_pipe.objectives.text_vectors import TextVectorObjective
 from mgpu_pipe.objectives.vector_keys import SEARCH_METRICS, TEXT_EMBEDDING, TextEmbeddingConfig
-from tests.objectives.harness import check_gradients, cut, gradients_of, step_loss, vector_errors
+from tests.objectives.harness import check_gradients, check_loss, cut, gradients_of, step_loss, vector_errors
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -101,10 +101,9 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(
     oracle = MultipleNegativesRankingLoss(whole, scale=20.0, directions=directions, partition_mode="per_direction")
     expected = oracle(columns_of(batch), torch.zeros(SAMPLES))
     expected.backward()
-    expected = expected.detach()
     loss = mean_loss(objective_of(model, pooling=pooling, symmetric=symmetric), cut(batch, 1, 2, 3))
     bound = 1e-6 if dtype == torch.float32 else 1e-10
-    assert abs(float(loss - expected)) <= bound * float(expected)
+    check_loss(loss, expected, bound)
     errors = vector_errors(model, whole)
     assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
 
@@ -118,7 +117,7 @@ def test_shortened_vectors_add_the_losses_of_sentence_transformers(published: An
     expected = oracle(columns_of(batch), torch.zeros(SAMPLES))
     expected.backward()
     loss = mean_loss(objective_of(model, matryoshka_sizes=[8, 3]), cut(batch, 1, 2, 3))
-    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+    check_loss(loss, expected, 1e-6)
     wanted = {name: gradient for name, gradient in gradients_of(whole).items() if not name.startswith("pooler.")}
     check_gradients(model, wanted, each=0, whole=1e-6)
 
@@ -319,7 +318,7 @@ def test_a_teachers_loss_and_gradients_are_those_of_sentence_transformers(
     keys: dict[str, Any] = {"scale": 2.0, "teacher_scale": 4.0} if loss == "kl" else {"normalize": False}
     found = mean_loss(objective_of(model, loss=loss, **keys), cut(batch, 1, 2, 3))
     bound = 1e-6 if dtype == torch.float32 else 1e-10
-    assert abs(float(found) - float(expected.detach())) <= bound * float(expected.detach())
+    check_loss(found, expected, bound)
     wanted = {name: gradient for name, gradient in gradients_of(whole).items() if not name.startswith("pooler.")}
     # Slopes of a query's documents cancel: what is left of a bias is rounded as the sum of all gradients is.
     check_gradients(model, wanted, each=bound, whole=bound / 10)

@@ -23,7 +23,7 @@ from mgpu_pipe.objectives.packed_text import is_first_document
 from mgpu_pipe.objectives.text_keys import MaskedLMConfig
 from mgpu_pipe.objectives.text_vectors import pool, present_rows
 from tests.models.tiny import tiny_model
-from tests.objectives.harness import check_gradients, gradients_of
+from tests.objectives.harness import check_gradients, check_loss, gradients_of
 from tests.support.command import mgpu, run_folder
 from tests.support.embedding_pairs import write_pairs
 
@@ -112,7 +112,7 @@ def test_hidden_tokens_of_packed_texts_are_learned_as_those_of_each_text(family:
     ]
     expected = torch.stack(losses).sum()
     expected.backward()
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    check_loss(loss.detach(), expected, 1e-6)
     wanted, found = gradients_of(plain), gradients_of(ours)
     assert [name for name in wanted if wanted[name] is None] == [name for name in found if found[name] is None]
     check_gradients(ours, wanted, each=1e-5, whole=1e-7)
@@ -144,18 +144,28 @@ def test_a_text_has_the_same_vector_of_a_decoder_alone_and_in_a_batch(family: st
 
 
 @pytest.mark.slow
-def test_sentence_transformers_gives_the_vectors_of_a_decoder_that_sees_both_ways(tmp_path: Path) -> None:
-    """Adapters of a run are merged; the exported folder says that its tokens see those after them."""
+@pytest.mark.parametrize(
+    ("words", "is_causal"),
+    [
+        ("qwen3_tiny model.bidirectional=true objective.pooling=last_token peft=lora", False),
+        ("llama_tiny objective.pooling=last_token", None),
+        ("llama_tiny model.bidirectional=true objective.pooling=mean", False),
+        ("bert_tiny objective.pooling=mean peft=lora peft.targets=[query,value,dense]", None),
+    ],
+)
+def test_sentence_transformers_gives_the_vectors_of_decoders_and_of_adapters(
+    tmp_path: Path, words: str, is_causal: bool | None
+) -> None:
+    """Adapters of a run are merged; the exported folder says whether its tokens see those after them."""
     library = pytest.importorskip("sentence_transformers", reason="loads the exported folder")
-    given = ("objective=text_embedding", "objective.pooling=last_token", "data=embedding_pairs", "data.seq_len=24")
+    given = ("objective=text_embedding", "data=embedding_pairs", "data.seq_len=24", "model.config.vocab_size=384")
     file = f"data.paths=[{write_pairs(tmp_path / 'pairs.jsonl')}]"
-    shape = ("model=qwen3_tiny", "model.config.vocab_size=384", "model.config.tie_word_embeddings=false")
-    small = (*shape, "model.bidirectional=true", "peft=lora")
+    chosen = (*f"model={words}".split(), *(["model.config.tie_word_embeddings=false"] * ("bert" not in words)))
     steps = ("strategy=single", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.max_steps=2")
-    run = run_folder(mgpu(tmp_path / "cache", tmp_path, *given, file, *small, *steps))
+    run = run_folder(mgpu(tmp_path / "cache", tmp_path, *given, file, *chosen, *steps))
     folder, texts = tmp_path / "exported", ["question 1", "answer 2 says 4", "a"]
     assert main(["export", str(run), "--out", str(folder)]) == 0
-    assert json.loads((folder / "config.json").read_text())["is_causal"] is False
+    assert json.loads((folder / "config.json").read_text()).get("is_causal") is is_causal
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for source, name in ((run, "run.npy"), (folder, "folder.npy")):
         out = tmp_path / name

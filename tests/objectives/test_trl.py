@@ -16,11 +16,11 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.preference_keys import CPOConfig, SimPOConfig
-from mgpu_pipe.objectives.preference_pairs import CPOObjective, SimPOObjective, documents_of_pairs
+from mgpu_pipe.objectives.preference_keys import CPOConfig, ORPOConfig, SimPOConfig
+from mgpu_pipe.objectives.preference_pairs import CPOObjective, ORPOObjective, SimPOObjective, documents_of_pairs
 from tests.data.support import write_jsonl
 from tests.models.tiny import tiny_model
-from tests.objectives.harness import check_gradients, gradients_of
+from tests.objectives.harness import check_gradients, check_loss, gradients_of
 from tests.objectives.test_kto import made, measured
 from tests.objectives.test_reward import made as made_reward
 
@@ -37,7 +37,7 @@ def assert_equal(model: Any, expected: torch.Tensor, loss: torch.Tensor) -> None
     assert None not in wanted.values()
     model.zero_grad()
     loss.backward()
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    check_loss(loss.detach(), expected, 1e-6)
     check_gradients(model, wanted, each=0, whole=1e-6)
 
 
@@ -111,14 +111,31 @@ def simpo(model: Any) -> tuple[Any, dict[str, Any]]:
     return SimPOObjective(model, None, lambda step: 1.0, SimPOConfig(beta=1.5, margin=0.4)), theirs
 
 
-@pytest.mark.parametrize("build", [cpo, simpo])
+def orpo(model: Any) -> tuple[Any, dict[str, Any]]:
+    return ORPOObjective(model, None, lambda step: 1.0, ORPOConfig(odds_weight=0.3)), {"beta": 0.3, "padding_value": 0}
+
+
+def without_prompts(batch: dict[str, torch.Tensor]) -> None:
+    """Every token but a document's first is answered: TRL's ORPO learns the prompt of a chosen answer too."""
+    for row, documents in documents_of_pairs(batch):
+        for document in documents:
+            ids, labels = batch["input_ids"][row, document], batch["labels"][row, document]
+            end = int((labels != IGNORE_INDEX).nonzero().max())
+            labels[:end] = ids[1 : end + 1]
+
+
+@pytest.mark.parametrize("build", [cpo, simpo, orpo])
 def test_pairs_one_at_a_time(build: Any) -> None:
     """TRL's mean over the chosen tokens of a micro-batch is ours where a micro-batch is one pair."""
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
     objective, keys = build(materialise(build_meta(tiny_model("llama")), 2, "cpu"))
     batch = objective.random_batch(3, 0, 4, 48, packed=True)
-    trainer = bare(CPOTrainer, is_encoder_decoder=False, pad_token_id=0, alpha=0.0, **keys)
+    if build is orpo:
+        without_prompts(batch)
+    kind = ORPOTrainer if build is orpo else CPOTrainer
+    trainer = bare(kind, is_encoder_decoder=False, pad_token_id=0, alpha=0.0, **keys)
     losses = []
     for row, documents in documents_of_pairs(batch):
         pair = {}
