@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,11 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 GOLD = "gold_label"
 """Column of SNLI and MultiNLI, whose ``-`` says that the annotators agreed on no class."""
 CAPTION, CLASSES = "caption", "classes"
+_TIMES = (("start", "end"), ("start_time", "end_time"), ("begin", "end"), ("onset", "offset"))
+"""Columns of where a row's part of its recording begins and ends, in seconds."""
+_QUOTED = r"""(?:'[^'\\]*'|"[^"\\]*")"""
+_PYTHON_LIST = re.compile(rf"\[\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*\s*\]")
+"""A list of texts as Python prints it, and pandas writes it."""
 LONGEST_NAME = 200
 """Characters of a file name in a message: the column may also hold captions or base64 pictures."""
 
@@ -58,6 +64,7 @@ class Entry:
     Attributes:
         origin: where the sample is named.
         fault: why the sample cannot be used; empty where nothing is known to be wrong.
+        seconds: length of the recording, or of a part of it, that the row states; None without one.
     """
 
     path: Path
@@ -65,6 +72,7 @@ class Entry:
     origin: str
     part: Part | None = None
     fault: str = ""
+    seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -158,14 +166,29 @@ def _entries_in(
     file = folder / named
     if not os.path.isfile(file):  # Path.is_file raises for too long names
         raise DataError(f"{origin}: there is no file {folder / _shortened(named)}; {files.FIX}")
-    return [Entry(file, label, origin, fault=fault) for label, fault in labels_of(row, told_column, origin, what)]
+    seconds = _stated_seconds(row) if "audio_column" in columns else None
+    labels = labels_of(row, told_column, origin, what)
+    return [Entry(file, label, origin, fault=fault, seconds=seconds) for label, fault in labels]
+
+
+def _stated_seconds(row: Mapping[str, Any]) -> float | None:
+    """Seconds of sound that a row states, by its duration (NeMo) or by a start and an end; None without them."""
+    spans = [("", "duration"), *_TIMES]
+    for start, end in spans:
+        try:
+            seconds = float(row[end]) - (float(row[start]) if start else 0.0)
+        except (KeyError, TypeError, ValueError):
+            continue
+        if seconds > 0:
+            return seconds
+    return None
 
 
 def labels_of(row: Mapping[str, Any], column: str, origin: str, what: str) -> Iterator[tuple[str, str]]:
     """Labels of a row's picture or recording as (label, empty string); for an unusable row the reason comes second.
 
-    A column of captions may hold a list of them. One of classes holds a list or names between commas, which give one
-    label: a JSON list of their names.
+    A column of captions may hold a list of them. One of classes holds a list, or names between commas, semicolons or
+    bars, which give one label: a JSON list of their names.
     """
     value = row[column]
     if what == CLASSES:
@@ -180,16 +203,25 @@ def labels_of(row: Mapping[str, Any], column: str, origin: str, what: str) -> It
 
 
 def _list_of_classes(value: object, column: str, origin: str) -> tuple[str, str]:
-    if isinstance(value, str):
-        value = nested_value(value)
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    names = _names_in(value) if isinstance(value, str) else value
     if not isinstance(names, list):
         names = [names]
     try:
+        if isinstance(value, str) and "," in value and any(";" in str(name) or "|" in str(name) for name in names):
+            raise DataError(f"separates classes by commas and by other signs: {_shortened(value)!r}; give a JSON list")
         classes = {label_of({column: name}, column, origin) for name in names}
     except DataError as error:
         return "", fault_of(error, origin)
     return json.dumps(sorted(classes), ensure_ascii=False), ""
+
+
+def _names_in(text: str) -> object:
+    """Names of classes in a field: a list as JSON or Python writes it, or names between commas, semicolons or bars."""
+    if _PYTHON_LIST.fullmatch(text.strip()):
+        return [quoted[1:-1] for quoted in re.findall(_QUOTED, text)]
+    listed = nested_value(text)
+    separator = "," if "," in text else "[;|]"
+    return [name.strip() for name in re.split(separator, text)] if listed is text else listed
 
 
 def _shortened(name: str) -> str:

@@ -358,3 +358,24 @@ def test_the_shipped_model_has_its_published_size() -> None:
     """95 million, as the paper gives it: 94.4 with a head of 32 characters."""
     model = build_meta(compose(["model=wav2vec2_base"])[0].model, "AutoModelForCTC")
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(94.4, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("columns", "whole", "part"),
+    [("offset,duration", "0,1.0", "0.0,0.5"), ("start,end", "30,31.0", "0,.5"), ("offset,duration", ",", ",0.5")],
+)
+def test_a_row_of_a_part_of_its_recording_is_a_bad_sample(tmp_path: Path, columns: str, whole: str, part: str) -> None:
+    """NeMo's manifests begin a part at 0 too; UrbanSound8K's slices are files, which keep the times they had."""
+    need_speech()
+    for number in range(3):
+        write_wav(tmp_path / f"{number}.wav", tones("ab ab", number))
+    rows = [f"{number}.wav,ab ab,{whole}" for number in range(2)]
+
+    def read(*more: str) -> Any:
+        (tmp_path / "list.csv").write_text("\n".join([f"path,text,{columns}", *rows, *more]) + "\n")
+        given = (f"data.paths=[{tmp_path / 'list.csv'}]", f"data.cache_dir={tmp_path / 'cache'}")
+        return prepare(compose([*SPEECH, "data=audio_list", "data.validation_fraction=0", *given])[0])
+
+    assert read().train_samples == 2
+    with pytest.raises(DataError, match=r"list\.csv:4 lasts 1\.0 s, more than the 0\.5 s that its row states"):
+        read(f"2.wav,a,{part}")

@@ -234,21 +234,24 @@ def tagged(folder: Path, *overrides: str) -> RunConfig:
     return labelled(folder, *given, *overrides)
 
 
-def test_tags_are_lists_or_names_between_commas(tmp_path: Path) -> None:
+def test_tags_are_lists_or_names_between_signs(tmp_path: Path) -> None:
     need_speech()
     config = tagged(tmp_path, "data.validation_fraction=0.25")
     prepared: Any = prepare(config)
     assert prepared.classes == ["a", "b"] and prepared.complete(config).model.config["problem_type"]
     labels = np.concatenate([prepared.labels(split) for split in ("train", "validation")])
     assert labels.dtype == np.float32 and labels.sum(0).tolist() == [12, 12] and (labels.sum(1) == 0).sum() == 6
-    rows = ["path,label", "0.wav,a", '1.wav,"b, a"', '2.wav,"[""a,b""]"', "4.wav,b"]
-    (tmp_path / "tags.csv").write_text("\n".join(rows) + "\n")
+    rows = ["path,label", "0.wav,a", '1.wav,"b, a"', '2.wav,"[""a,b""]"', "4.wav,b", "5.wav,a;b", "6.wav,a | b"]
+    python = ["""8.wav,"['a', 'b']" """.strip(), """9.wav,['a']"""]
+    (tmp_path / "tags.csv").write_text("\n".join([*rows, *python]) + "\n")
     names = (f"data.paths=[{tmp_path / 'tags.csv'}]", "data.validation_fraction=0")
     listed: Any = prepare(tagged(tmp_path, *names))
     assert listed.classes == ["a", "a,b", "b"]
-    assert listed.labels("train").tolist() == [[1, 0, 0], [1, 0, 1], [0, 1, 0], [0, 0, 1]]
-    (tmp_path / "tags.csv").write_text("path,label\n0.wav,\n")
-    assert "has no class" in refused(tagged(tmp_path, *names))
+    both = [[1, 0, 1]] * 3
+    assert listed.labels("train").tolist() == [[1, 0, 0], [1, 0, 1], [0, 1, 0], [0, 0, 1], *both, [1, 0, 0]]
+    for field, said in (("", "has no class"), ('"a;b, c"', "by commas and by other signs")):
+        (tmp_path / "tags.csv").write_text(f"path,label\n0.wav,{field}\n")
+        assert said in refused(tagged(tmp_path, *names))
 
 
 def refused(config: RunConfig) -> str:

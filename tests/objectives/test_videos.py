@@ -250,6 +250,10 @@ def test_a_video_of_more_frames_than_places_is_left_out_and_told(tmp_path: Path)
     ("row", "expected"),
     [
         ({"messages": said("<video><video>"), "video": "walk"}, "has 1 videos, and places for 2"),
+        (
+            {"messages": said([{"type": "video", "video": "run.mkv", "video_start": 1.0}])},
+            "video_start=1.0 names a part of its file",
+        ),
         ({"messages": said("<image>"), "video": "walk"}, "has 0 pictures, and places for 1"),
         ({"messages": said("<video>"), "video": "gone.mp4"}, "there is no file"),
         ({"messages": said("hm", "<video>"), "video": "walk"}, "has 1 videos, and places for 0"),

@@ -107,6 +107,8 @@ SUFFIXES = (
 """Suffixes of the recordings in a folder of classes."""
 CLASS_FOLDERS = ClassFolders("recordings", SUFFIXES)
 _POOL_FROM = 512
+_INEXACT_SECONDS = 0.25
+"""Seconds that a recording may last longer than a table states; a part of it is a tenth shorter, too."""
 TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"
 
 
@@ -217,7 +219,8 @@ def listen_to(
     rows = [[entry.label, entry.fault_anywhere or digests.get(entry.path, "")] for entry in entries]
     # The cache keeps paths. A run identifies its data by content alone, so it resumes after the files were moved.
     content = digest_of("speech", _FORMAT, rate, max_seconds, rows)
-    name = digest_of(content, [str(entry.path.absolute()) for entry in entries])
+    stated = [entry.seconds for entry in entries] if any(entry.seconds for entry in entries) else None
+    name = digest_of(content, [str(entry.path.absolute()) for entry in entries], *([stated] if stated else []))
     work = partial(_length_or_fault, rate=rate, max_seconds=max_seconds)
     look = partial(
         scan_in_order, work=work, workers=tokenize_workers, progress=progress, stage="listen", pool_from=_POOL_FROM
@@ -236,9 +239,16 @@ def _build_listened(
 ) -> dict[str, Any]:
     broken = [[entry.origin, entry.fault] for entry in entries if entry.fault]
     entries = [entry for entry in entries if not entry.fault]
-    looked = look([(entry.path, prints.get(entry.path) or unusable[entry.path]) for entry in entries])
+    heard = look([(entry.path, prints.get(entry.path) or unusable[entry.path]) for entry in entries])
+    looked = [_unless_part(entry, length, rate) for entry, length in zip(entries, heard, strict=True)]
+    if looked != heard:
+        content = digest_of(content, looked)
     good = [(entry, length) for entry, length in zip(entries, looked, strict=True) if isinstance(length, int)]
-    bad = [[entry.name, fault] for entry, fault in zip(entries, looked, strict=True) if isinstance(fault, str)]
+    bad = [
+        [entry.name if fault == before else entry.origin, fault]
+        for entry, fault, before in zip(entries, looked, heard, strict=True)
+        if isinstance(fault, str)
+    ]
     known = [prints[entry.path] for entry, _ in good]
     described = {
         "paths": [str(entry.path.absolute()) for entry, _ in good],
@@ -249,6 +259,14 @@ def _build_listened(
     hashes = [document_hash(fingerprint.digest) for fingerprint in known]
     texts, names = [entry.label for entry, _ in good], [entry.origin for entry, _ in good]
     return _write(out, texts, names, [length for _, length in good], hashes, broken + bad, rate, content)
+
+
+def _unless_part(entry: Entry, length: int | str, rate: int) -> int | str:
+    """The samples of a recording, or its fault; a fault where its row states a part of it."""
+    if isinstance(length, str) or entry.seconds is None or length / rate <= entry.seconds * 1.1 + _INEXACT_SECONDS:
+        return length
+    stated = f"the {entry.seconds:g} s that its row states"
+    return f"lasts {length / rate:.1f} s, more than {stated}, and files are read whole: cut it, or leave out the times"
 
 
 def _write(

@@ -57,6 +57,8 @@ KINDS = {
 """Types of a content part that is a picture, a video or a recording."""
 NAMES = ("bytes", "image", "video", "audio", "path", "url", "image_url", "video_url", "audio_url")
 """Fields of a part that name its picture."""
+CUTS = ("video_start", "video_end", "audio_start", "audio_end")
+"""Fields of a part that name the seconds of its file, as Qwen's utilities read them."""
 INSIDE = re.compile(r"<(img|video|audio)>([^<>\n]+)</\1>")
 """A place with its file's name, as texts for Qwen-VL and Qwen-Audio have it."""
 RATES = ("sample_fps", "fps")
@@ -309,6 +311,8 @@ def _with_places(
     parts = []
     for part in message["content"]:
         if isinstance(part, dict) and (place := KINDS.get(str(part.get("type")))):
+            if cut := next((field for field in CUTS if part.get(field) is not None), None):
+                raise DataError(f"{origin}: {cut}={part[cut]} names a part of its file; cut the file, and leave it out")
             name = _first(part, NAMES)
             rates += [_first(part, RATES)] if place == VIDEO else []
             name = name["url"] if isinstance(name, dict) and "url" in name else name
