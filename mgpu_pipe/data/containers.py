@@ -1,4 +1,4 @@
-"""Containers by their headers only: members of tar files, and boxes of MP4, M4A, HEIC and other files.
+"""Containers by their headers only: members of tar files, boxes of MP4, M4A, HEIC and others, sizes of video files.
 
 Time and memory are bounded by the size of the file.
 
@@ -6,11 +6,13 @@ Python's ``tarfile`` loops forever on a member of negative size (CVE-2025-8194) 
 extends another. This reader refuses a size beyond the file and a chain of such headers.
 
 Formats: POSIX.1-1988 ``ustar``, POSIX.1-2001 ``pax``, and GNU tar's long names and binary numbers
-(https://www.gnu.org/software/tar/manual/html_node/Standard.html); boxes: ISO/IEC 14496-12, section 4.2.
+(https://www.gnu.org/software/tar/manual/html_node/Standard.html); boxes: ISO/IEC 14496-12, section 4.2;
+Matroska and WebM: RFC 8794 and RFC 9559.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import IO, NamedTuple
@@ -167,20 +169,45 @@ def brands_of(head: bytes) -> tuple[bytes, ...]:
     return (head[8:12], *(head[offset : offset + 4] for offset in range(16, end - 3, 4)))
 
 
-def outer_boxes(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
+def outer_boxes(file: IO[bytes]) -> Iterator[tuple[bytes, int, int]]:
     """The type of each outer box, and where it begins and ends."""
-    start = 0
-    while start + 8 <= len(raw):
-        kind, size = raw[start + 4 : start + 8], int.from_bytes(raw[start : start + 4], "big")
+    start, size = 0, file.seek(0, os.SEEK_END)
+    while start + 8 <= size:
+        file.seek(start)
+        head = file.read(16)
+        kind, length = head[4:8], int.from_bytes(head[:4], "big")
         if kind not in BOX_TYPES:
             return
-        if size == 1:
-            size = int.from_bytes(raw[start + 8 : start + 16], "big")
-        end = start + size if size >= 8 else len(raw)  # 0: to the end of the file
+        if length == 1:
+            length = int.from_bytes(head[8:16], "big")
+        end = start + length if length >= 8 else size  # 0: to the end of the file
         yield kind, start, end
         start = end
 
 
-def is_cut_short(raw: bytes) -> bool:
-    """Whether a box ends after the end of the file."""
-    return any(end > len(raw) for _, _, end in outer_boxes(raw))
+_EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+UNKNOWN_SIZE = 0x7F000000
+"""Programs that write to a pipe state sizes above this (0x7ffff000, 0x80000000, 0xffffffff), or 0."""
+
+
+def is_cut_short(file: IO[bytes]) -> bool:
+    """Whether an outer box, Matroska's segment or an AVI file's first list ends after the end of the file."""
+    size, _ = file.seek(0, os.SEEK_END), file.seek(0)
+    head = file.read(BLOCK)
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        stated = int.from_bytes(head[4:8], "little")
+        return stated < UNKNOWN_SIZE and stated + 8 > size + 1
+    if head[:4] == _EBML:
+        offset, length = _element_size(head, 4)
+        if head[offset + length : offset + length + 4] != _SEGMENT:
+            return False
+        offset, length = _element_size(head, offset + length + 4)
+        return offset + length > size
+    return any(end > size for _, _, end in outer_boxes(file))
+
+
+def _element_size(head: bytes, offset: int) -> tuple[int, int]:
+    """Offset of a Matroska element's content, and its length; 0 where it states none."""
+    width = 9 - head[offset].bit_length() if offset < len(head) else 1
+    length = int.from_bytes(head[offset : offset + width], "big") & ((1 << 7 * width) - 1)
+    return offset + width, 0 if length == (1 << 7 * width) - 1 else length

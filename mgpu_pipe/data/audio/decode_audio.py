@@ -12,16 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.plugins import import_package
-from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container
+from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container, id3_bytes
 from mgpu_pipe.data.audio.mp3_frames import is_mp3, mp3_in_wav, stated_frames, with_frame_count
 from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
+from mgpu_pipe.data.containers import UNKNOWN_SIZE, brands_of
 from mgpu_pipe.errors import one_line
 from mgpu_pipe.system.standard_streams import library_output
 
 NO_SOUND = "is no sound that can be read"
 FORMATS = f"WAV, FLAC, Ogg, MP3, AIFF, AU, CAF, W64, SPHERE, {NAMES}"
-_UNKNOWN = 0x7F000000
-"""Programs that write to a pipe state sizes above this (0x7ffff000, 0x80000000, 0xffffffff), or 0."""
+_TAGGED = (b"RIFF", b"RIFX", b"OggS", b"FORM", b".snd", b"caff", b"fLaC")
+"""First bytes of files that some programs put after an ID3 tag, which belongs to MP3 and AAC."""
 _W64 = b"riff\x2e\x91\xcf\x11\xa5\xd6\x28\xdb\x04\xc1\x00\x00"
 _OGG_HEAD, _OGG_LAST = 27, 4
 _SAMPLES = re.compile(rb"^(sample_count|sample_n_bytes|channel_count) -i (\d{1,12})\s*$", re.MULTILINE)
@@ -40,7 +41,7 @@ def whole_file(raw: bytes) -> bytes:
         _check(size == 0xFFFFFFFF or start + size <= length)
     elif kind == b"FORM":
         size = int.from_bytes(raw[4:8], "big")
-        _check(size + 8 <= length + 1 or size >= _UNKNOWN)
+        _check(size + 8 <= length + 1 or size >= UNKNOWN_SIZE)
     elif kind == b"RF64":
         size = int.from_bytes(raw[20:28], "little")
         _check(size in (0, 0xFFFFFFFFFFFFFFFF) or size + 8 <= length + 1)
@@ -68,12 +69,12 @@ def _check(whole: bool) -> None:
 def _wav(raw: bytes, order: Literal["little", "big"]) -> bytes:
     """:func:`whole_file` for WAV: the sizes of the file and of its samples may be a pipe's."""
     total, offset = int.from_bytes(raw[4:8], order), 12
-    known = 0 < total < _UNKNOWN
+    known = 0 < total < UNKNOWN_SIZE
     _check(not known or total + 8 <= len(raw) + 1)
     while offset + 8 <= len(raw):
         size, start = int.from_bytes(raw[offset + 4 : offset + 8], order), offset + 8
         if raw[offset : offset + 4] == b"data":
-            if size >= _UNKNOWN or (size == 0 and not known):
+            if size >= UNKNOWN_SIZE or (size == 0 and not known):
                 sizes = [count.to_bytes(4, order) for count in (len(raw) - 8, len(raw) - start)]
                 return raw[:4] + sizes[0] + raw[8 : offset + 4] + sizes[1] + raw[start:]
             _check(start + size <= len(raw))
@@ -143,6 +144,8 @@ def soundfile() -> Any:
 def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
     """Mean of a recording's channels at ``rate``, (samples,); BadSampleError if it is broken, empty, too long or not
     finite."""
+    untagged = raw[id3_bytes(raw) :]
+    raw = untagged if untagged.startswith(_TAGGED) or brands_of(untagged[:12]) else raw
     container = container_of(raw)
     with decoding(NO_SOUND):
         if container is None or (container == "CAF" and _is_libsndfiles(raw)):

@@ -18,11 +18,12 @@ from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.containers import brands_of, is_cut_short, outer_boxes
 
 CUT = "is cut short"
-NAMES = "M4A, AAC, AMR, WebM, WMA, or Ogg of FLAC or Speex"
-_OGG = "Ogg"
+NAMES = "M4A, AAC, AMR, WebM, WMA, AVI, FLV, MPEG-TS, or Ogg of FLAC or Speex"
+_OGG, _TS = "Ogg", "MPEG-TS"
 _DEMUXERS = {
     **{"M4A": "mov,mp4,m4a,3gp,3g2,mj2", "WebM": "matroska,webm", "WMA": "asf"},
     **{"AAC": "aac", "AMR": "amr", _OGG: "ogg", "WAV": "wav", "CAF": "caf", "8SVX": "iff"},
+    **{"AVI": "avi", "FLV": "flv", _TS: "mpegts"},
 }
 _WAV_CODECS = (0x01, 0x02, 0x03, 0x06, 0x07, 0x11, 0x31, 0x38, 0x40, 0x50, 0x55, 0xFFFE)
 _CAF_CODECS = (b"lpcm", b"ulaw", b"alaw")
@@ -36,6 +37,9 @@ _AMR_BYTES = {
 }
 """Bytes after a frame's first, by its type."""
 _ADTS_HEAD = 7
+_TS_PACKET = 188
+_FLV_HEAD, _FLV_TAG = 13, 15
+"""Bytes before the first tag of an FLV file, and those around a tag's content."""
 _CHANNEL_ORDER = re.compile(rb"(\0\0..)(?:chan|chnl)", re.DOTALL)
 _LACKING_SECONDS = 0.25
 """A stated duration may count what encoders put before and after the sound."""
@@ -56,6 +60,12 @@ def container_of(raw: bytes) -> str | None:
         return "WMA"
     if raw.startswith((_AMR, _AMR_WIDE)):
         return "AMR"
+    if raw[:4] == b"FLV\x01":
+        return "FLV"
+    if raw[:4] == b"RIFF" and raw[8:12] == b"AVI ":
+        return "AVI"
+    if raw[: 3 * _TS_PACKET : _TS_PACKET] == b"GGG":
+        return _TS
     if raw[:4] == b"OggS" and raw[28:36].startswith(_OGG_CODECS):
         return _OGG
     if raw[:4] == b"RIFF" and raw[8:12] == b"WAVE":
@@ -89,7 +99,7 @@ def decode_container(raw: bytes, kind: str, max_seconds: float) -> tuple[NDArray
         raw = raw[id3_bytes(raw) :]
         end = _frames_end(raw, kind)
         raw = raw if raw[end:].strip(b"\0\r\n") else raw[:end]  # some programs pad a file
-    if is_cut_short(raw) if kind == "M4A" else _frames_end(raw, kind) > len(raw):
+    if is_cut_short(io.BytesIO(raw)) if kind in ("M4A", "WebM", "AVI") else _frames_end(raw, kind) > len(raw):
         raise BadSampleError(CUT)
     av = pyav()
     options = {"format_whitelist": _DEMUXERS[kind], "protocol_whitelist": "none"}
@@ -124,15 +134,15 @@ def decode_container(raw: bytes, kind: str, max_seconds: float) -> tuple[NDArray
 
 def _without_channel_order(raw: bytes) -> bytes:
     """The file without boxes of an order of channels, for which PyAV 18 frees memory twice; a mean needs no order."""
-    for kind, start, end in outer_boxes(raw):
+    for kind, start, end in outer_boxes(io.BytesIO(raw)):
         if kind == b"moov":
             raw = raw[:start] + _CHANNEL_ORDER.sub(rb"\1free", raw[start:end]) + raw[end:]
     return raw
 
 
 def _stated_seconds(container: Any, stream: Any, kind: str) -> float | None:
-    """The duration that the file states of its sound; of AAC and AMR, which state none, ffmpeg guesses it."""
-    if kind in ("AAC", "AMR"):
+    """The duration that the file states of its sound; of AAC, AMR and MPEG-TS, which state none, ffmpeg guesses it."""
+    if kind in ("AAC", "AMR", _TS):
         return None
     if stream.duration is not None and stream.time_base is not None:
         return float(stream.duration * stream.time_base)
@@ -140,7 +150,14 @@ def _stated_seconds(container: Any, stream: Any, kind: str) -> float | None:
 
 
 def _frames_end(raw: bytes, kind: str) -> int:
-    """End of the last frame of AAC or AMR, which lies after the end of a cut file; 0 for other kinds."""
+    """End of the last frame, tag or packet, which lies after the end of a cut file; 0 for other kinds."""
+    if kind == _TS:
+        return -(-len(raw) // _TS_PACKET) * _TS_PACKET
+    if kind == "FLV":
+        end = _FLV_HEAD
+        while end < len(raw):
+            end += _FLV_TAG + int.from_bytes(raw[end + 1 : end + 4], "big")
+        return end
     if kind not in ("AAC", "AMR"):
         return 0
     magic = _AMR_WIDE if raw.startswith(_AMR_WIDE) else _AMR

@@ -102,7 +102,8 @@ def read_recording(path: Path, expected: Fingerprint, rate: int, max_seconds: fl
 _FORMAT = 3
 SUFFIXES = (
     *(".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".snd", ".caf", ".w64", ".sph"),
-    *(".m4a", ".mp4", ".3gp", ".aac", ".amr", ".webm", ".wma"),
+    *(".m4a", ".mp4", ".3gp", ".aac", ".amr", ".webm", ".wma", ".wave", ".aifc", ".spx", ".mp2", ".m4b", ".mka"),
+    *(".3g2", ".awb", ".mov", ".mkv", ".avi", ".flv"),
 )
 """Suffixes of the recordings in a folder of classes."""
 CLASS_FOLDERS = ClassFolders("recordings", SUFFIXES)

@@ -104,7 +104,7 @@ def decode(raw: bytes, channels: int) -> Image:
             frames, is a camera's raw file, or has values of no known range.
     """
     image_module = pillow()
-    if brands_of(raw[:12]) and is_cut_short(raw):
+    if brands_of(raw[:12]) and is_cut_short(io.BytesIO(raw)):
         raise BadSampleError("is cut short")
     with decoding("cannot be read"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

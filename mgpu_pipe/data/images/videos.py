@@ -22,6 +22,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.plugins import import_package
 from mgpu_pipe.data.bad_samples import BadSampleError, decoding, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
+from mgpu_pipe.data.containers import is_cut_short
 from mgpu_pipe.data.files import is_no_data
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, open_data
 from mgpu_pipe.data.images.decode_image import LEAST_SIDE, MODES, MOST_PIXELS, SIDEWAYS, SUFFIXES, pillow
@@ -154,7 +155,7 @@ def sample_frames(
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 """Formats that are decoded. ffmpeg's others may name further files, or are not videos."""
 ONE = "has a single frame; give it as a picture"
-CLIPS, CLIPS_FOLDER = "clips.json", "clips-3"
+CLIPS, CLIPS_FOLDER = "clips.json", "clips-4"
 BY_MATRIX = {
     (True, False, False): None,
     (True, True, False): "FLIP_LEFT_RIGHT",
@@ -252,6 +253,9 @@ def _looked(job: tuple[Path, Fingerprint | str]) -> ClipFacts | str:
 def look(path: Path, fingerprint: Fingerprint | None = None) -> ClipFacts | str:
     """Scans a file: its facts, or why it cannot be used."""
     sizes, times, mirrored = list[tuple[int, int]](), list[float | None](), False
+    with open_data(path, fingerprint) as file:
+        if is_cut_short(file):
+            return "is cut short"
     try:
         with _decoded(path, fingerprint) as (stream, frames):
             for frame in frames:

@@ -300,6 +300,21 @@ def test_a_recorders_latin_title_is_no_fault(tmp_path: Path) -> None:
     assert len(frames_of(tmp_path / "latin.avi", None, [0, 4], 3)) == 2
 
 
+@pytest.mark.parametrize("name", ["b.avi", "c.mkv", "d.mov", "f.webm"])
+def test_a_video_that_is_cut_short_is_no_shorter_video(name: str, tmp_path: Path) -> None:
+    """Their frames decode to the cut. A stream of a browser states no size, and is read to its end."""
+    need_pyav()
+    raw = film(tmp_path / name, *CODECS[name])
+    whole = look(tmp_path / name)
+    assert isinstance(whole, ClipFacts) and whole.frames == 5
+    (tmp_path / name).write_bytes(raw[: 4 * len(raw) // 5])
+    assert look(tmp_path / name) == "is cut short"
+    if name == "f.webm":
+        at = raw.index(b"\x18\x53\x80\x67") + 4
+        (tmp_path / name).write_bytes(raw[:at] + b"\x01" + b"\xff" * 7 + raw[at + 8 :])
+        assert look(tmp_path / name) == whole
+
+
 def test_a_video_of_an_unknown_codec_is_named(tmp_path: Path) -> None:
     need_pyav()
     raw = film(tmp_path / "plain.avi", "mjpeg", "yuvj420p")
