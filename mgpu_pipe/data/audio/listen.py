@@ -240,14 +240,14 @@ def _build_listened(
 ) -> dict[str, Any]:
     broken = [[entry.origin, entry.fault] for entry in entries if entry.fault]
     entries = [entry for entry in entries if not entry.fault]
-    heard = look([(entry.path, prints.get(entry.path) or unusable[entry.path]) for entry in entries])
-    looked = [_unless_part(entry, length, rate) for entry, length in zip(entries, heard, strict=True)]
-    if looked != heard:
+    lengths = look([(entry.path, prints.get(entry.path) or unusable[entry.path]) for entry in entries])
+    looked = [_unless_part(entry, length, rate) for entry, length in zip(entries, lengths, strict=True)]
+    if looked != lengths:
         content = digest_of(content, looked)
     good = [(entry, length) for entry, length in zip(entries, looked, strict=True) if isinstance(length, int)]
     bad = [
         [entry.name if fault == before else entry.origin, fault]
-        for entry, fault, before in zip(entries, looked, heard, strict=True)
+        for entry, fault, before in zip(entries, looked, lengths, strict=True)
         if isinstance(fault, str)
     ]
     known = [prints[entry.path] for entry, _ in good]
