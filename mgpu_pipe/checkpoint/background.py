@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.layout import KINDS
-from mgpu_pipe.checkpoint.live_tensors import exchange_json, rank_and_size, run_on_all_ranks
-from mgpu_pipe.checkpoint.save import Plan, shards_to_write
+from mgpu_pipe.checkpoint.save import Plan, run_on_all_ranks, shards_to_write
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.parallel.rank_exchange import exchange_json, rank_and_size
 
 ALIGNMENT = 64
 """Alignment of copies in bytes: a cache line, and a multiple of every dtype's size."""

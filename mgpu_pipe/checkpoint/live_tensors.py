@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
-from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
+from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.local_shards import Layout, fragments, layouts_of, local_tensor, unsharded_shape
 from mgpu_pipe.optim.moving_average import EMA
 
@@ -130,64 +127,6 @@ def create_optimizer_state(
                 # torch keeps step counters on the host unless the step itself runs on the device.
                 device = parameter.device if shape or on_device[id(parameter)] else torch.device("cpu")
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
-
-
-def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in ``group`` (None: the world) and the group's size; ``0, 1`` without a world."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def exchange_json(value: object, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's JSON ``value`` in order; floats keep every bit, tuples become lists. A collective call."""
-    text = json.dumps(value, allow_nan=False).encode()
-    _, size = rank_and_size(group)
-    if size == 1:
-        return [json.loads(text)]
-    device = _device_of(group)
-    length = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    lengths = [torch.zeros_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length, group=group)
-    counts = [int(count) for count in lengths]
-    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(texts, padded, group=group)
-    return [json.loads(text[:count].cpu().numpy().tobytes()) for text, count in zip(texts, counts, strict=True)]
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    backend = str(dist.get_backend(group))
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-
-
-def run_on_all_ranks(action: Callable[[], object], what: str, group: dist.ProcessGroup | None) -> list[Any]:
-    """Run one part of a save on every rank and raise on all if it fails on any. A collective call.
-
-    Args:
-        action: this rank's part; all ranks get its result (JSON).
-        what: description of the failure for the error.
-
-    Returns:
-        Every rank's result, in the order of ranks.
-
-    Raises:
-        CheckpointSaveError: on all ranks, with the first failing rank's message. On a failing rank, the cause is its
-            exception.
-    """
-    cause: Exception | None = None
-    reply: dict[str, object] = {}
-    try:
-        reply["result"] = action()
-    except Exception as error:  # after any error, the other ranks must not wait for this one
-        cause = error
-        reply["error"] = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    replies = exchange_json(reply, group)
-    for rank, other in enumerate(replies):
-        if "error" in other:
-            raise CheckpointSaveError(f"{what} (rank {rank}: {other['error']})") from cause
-    return [other["result"] for other in replies]
 
 
 SLICE_BYTES = 8 * 1024 * 1024

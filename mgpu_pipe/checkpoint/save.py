@@ -19,12 +19,13 @@ from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, canonical, record_of
 from mgpu_pipe.checkpoint.file_operations import Buffer
-from mgpu_pipe.checkpoint.live_tensors import dtype_name, exchange_json, host_bytes, rank_and_size, run_on_all_ranks
+from mgpu_pipe.checkpoint.live_tensors import dtype_name, host_bytes
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
 from mgpu_pipe.checkpoint.save_plan import ShardRecord, plan_files
 from mgpu_pipe.checkpoint.tensor_file import Entry, file_order, write_tensor_file
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointSaveError
+from mgpu_pipe.parallel.rank_exchange import exchange_json, rank_and_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -189,6 +190,34 @@ def _require_finite(written: Sequence[Mapping[str, Any]]) -> None:
     for part in written:
         if "not_finite" in part:
             raise NotFinite(part["not_finite"])
+
+
+def run_on_all_ranks(action: Callable[[], object], what: str, group: dist.ProcessGroup | None) -> list[Any]:
+    """Run one part of a save on every rank and raise on all if it fails on any. A collective call.
+
+    Args:
+        action: this rank's part; all ranks get its result (JSON).
+        what: description of the failure for the error.
+
+    Returns:
+        Every rank's result, in the order of ranks.
+
+    Raises:
+        CheckpointSaveError: on all ranks, with the first failing rank's message. On a failing rank, the cause is its
+            exception.
+    """
+    cause: Exception | None = None
+    reply: dict[str, object] = {}
+    try:
+        reply["result"] = action()
+    except Exception as error:  # after any error, the other ranks must not wait for this one
+        cause = error
+        reply["error"] = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    replies = exchange_json(reply, group)
+    for rank, other in enumerate(replies):
+        if "error" in other:
+            raise CheckpointSaveError(f"{what} (rank {rank}: {other['error']})") from cause
+    return [other["result"] for other in replies]
 
 
 def _failure(root: Path, step: int) -> str:

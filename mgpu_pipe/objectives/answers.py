@@ -13,40 +13,33 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective
+from mgpu_pipe.objectives.base import Batch, Forward, KeyedObjective, LearningRate
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.first_weights import SPLITS, RunStart, is_whole, write_hashes
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.losses.router_balance import SummedOverRanks
 from mgpu_pipe.objectives.text_keys import ReferencedConfig, TokenLossConfig
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 from mgpu_pipe.system.local_files import replace_file
 
 NOTHING = -1
 """Number of a sample that counts nothing."""
 
 
-class AnswerObjective(Objective):
-    """Base of objectives over log-probabilities of whole answers under a Hugging Face causal language model.
+class AnswerObjective(KeyedObjective):
+    """Base of objectives over log-probabilities of whole answers under a Hugging Face causal language model."""
 
-    Args:
-        keys: ``objective.*``; a subclass narrows the type of the attribute ``keys``.
-    """
+    keys: TokenLossConfig
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: TokenLossConfig
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self.keys = keys
+        super().__init__(model, optimizer_factory, learning_rate, keys)
         self._loss = TokenLoss(model, keys.loss_chunk_tokens)
         self._sequences: dist.ProcessGroup | None = None
-
-    @classmethod
-    def arguments(cls, keys: TokenLossConfig) -> tuple[Any, ...]:
-        return (keys,)
 
     def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
         for group in groups:

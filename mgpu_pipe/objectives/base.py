@@ -247,3 +247,19 @@ class Objective(pl.LightningModule, ABC):
         self.evaluated, self.evaluation_details = dict(self.description.measured(sums)), self.findings(sums)
         for key, value in self.evaluated.items():
             self.log(key, torch.tensor(value, dtype=torch.float64), logger=False, batch_size=1)
+
+
+class KeyedObjective(Objective):
+    """Base class of objectives that read their keys as they compute.
+
+    Attributes:
+        keys: ``objective.*`` of the run; a subclass narrows its type.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: Any) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self.keys = keys
+
+    @classmethod
+    def arguments(cls, keys: Any) -> tuple[Any, ...]:
+        return (keys,)

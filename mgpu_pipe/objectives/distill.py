@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
-from mgpu_pipe.checkpoint.live_tensors import exchange_json, model_shards
+from mgpu_pipe.checkpoint.live_tensors import model_shards
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.config.group_keys import PipelineOptions
@@ -43,6 +43,7 @@ from mgpu_pipe.objectives.losses.divergence import Teaching, linear_distillation
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import forward_kwargs
 from mgpu_pipe.parallel.fsdp import apply_fully_shard, reshard_all
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 from mgpu_pipe.system.local_files import expand_home, is_file
 from mgpu_pipe.topology import Meshes, ParallelDims
 

@@ -13,12 +13,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.checkpoint.live_tensors import exchange_json, rank_and_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import BLOCK_BYTES, block_hash, digest_of, read_block, read_hashed, write_hashed
 from mgpu_pipe.data.loader import EvaluationStepBatches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split
+from mgpu_pipe.parallel.rank_exchange import exchange_json, rank_and_size
 from mgpu_pipe.topology import BatchPlan
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.field_sizes import first_position
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.kernels.packed_attention import takes_document_starts
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, step_generator
+from mgpu_pipe.objectives.base import Batch, Forward, KeyedObjective, LearningRate, Reference, step_generator
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import (
     block_diagonal_mask,
@@ -104,28 +104,21 @@ class MaskedSamples(ChangedSamples):
         return require_costs(self.read).costs(indices)
 
 
-class MaskedLMObjective(Objective):
-    """Cross-entropy of the hidden tokens under a Hugging Face masked language model.
-
-    Args:
-        keys: ``objective.*``.
-    """
+class MaskedLMObjective(KeyedObjective):
+    """Cross-entropy of the hidden tokens under a Hugging Face masked language model."""
 
     description = MASKED_LM
     num_sums = 2
+    keys: MaskedLMConfig
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: MaskedLMConfig
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self._keys, self._config = keys, cast(Any, model.config)
+        super().__init__(model, optimizer_factory, learning_rate, keys)
+        self._config = cast(Any, model.config)
         padding = self._config.pad_token_id
         self._first_position = first_position(padding, self._config.model_type)
         self._loss = TokenLoss(model, keys.loss_chunk_tokens)
-
-    @classmethod
-    def arguments(cls, keys: MaskedLMConfig) -> tuple[Any, ...]:
-        return (keys,)
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
@@ -165,7 +158,7 @@ class MaskedLMObjective(Objective):
         generator = step_generator(seed, step)
         vocabulary = int(self._config.vocab_size)
         batch = random_packed_text(generator, step, samples, seq_len, vocabulary, packed)
-        masking = Masking.from_config(self._keys, vocabulary)
+        masking = Masking.from_config(self.keys, vocabulary)
         for row in range(samples):
             tokens = seq_len - seq_len // 3 if row % 4 == 1 else seq_len
             tokens = tokens if packed else int(is_first_document(batch["position_ids"][row : row + 1]).sum())

@@ -17,7 +17,7 @@ from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.speech import greedy_transcripts, prepare_spectrogram_encoder, spectrogram_shape
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, step_generator
+from mgpu_pipe.objectives.base import Batch, Forward, KeyedObjective, LearningRate, Objective, Reference, step_generator
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import skips_last
 from mgpu_pipe.objectives.sound_inputs import SoundObjective
@@ -120,28 +120,21 @@ VERIFY_MAX_TOKENS = 12
 """Most tokens of a transcript of ``verify``."""
 
 
-class SpeechSeq2SeqObjective(SoundObjective):
-    """Cross-entropy of the transcripts under a Hugging Face model ``...ForSpeechSeq2Seq``.
-
-    Args:
-        keys: ``objective.*``.
-    """
+class SpeechSeq2SeqObjective(KeyedObjective, SoundObjective):
+    """Cross-entropy of the transcripts under a Hugging Face model ``...ForSpeechSeq2Seq``."""
 
     description = SPEECH_SEQ2SEQ
     num_sums = 6
+    keys: SpeechSeq2SeqConfig
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: SpeechSeq2SeqConfig
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
+        super().__init__(model, optimizer_factory, learning_rate, keys)
         prepare_spectrogram_encoder(model)
-        self._loss, self._most = TokenLoss(model, keys.loss_chunk_tokens), keys.max_new_tokens
+        self._loss = TokenLoss(model, keys.loss_chunk_tokens)
         self._words: Words | None = None
         self.gathers = torch.distributed.is_initialized()  # all ranks must end an evaluation together
-
-    @classmethod
-    def arguments(cls, keys: SpeechSeq2SeqConfig) -> tuple[Any, ...]:
-        return (keys,)
 
     def of_data(self, prepared: Prepared) -> None:
         assert isinstance(prepared, PreparedSpeech)
@@ -172,7 +165,7 @@ class SpeechSeq2SeqObjective(SoundObjective):
         labels = batch["labels"]
         loss, right = self._loss.predictions(self.model_inputs(batch), labels)
         known = (right | (labels == IGNORE_INDEX)).all(1)
-        written = greedy_transcripts(self.model, batch["input_features"], self._most, known)
+        written = greedy_transcripts(self.model, batch["input_features"], self.keys.max_new_tokens, known)
         assert self._words is not None
         pairs = []
         for row, tokens, is_known in zip(labels.tolist(), written, known.tolist(), strict=True):

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, draw_integers, step_generator
+from mgpu_pipe.objectives.base import (
+    Batch,
+    Forward,
+    KeyedObjective,
+    LearningRate,
+    Reference,
+    draw_integers,
+    step_generator,
+)
 from mgpu_pipe.objectives.class_keys import SEQUENCE_CLASSIFICATION
 from mgpu_pipe.objectives.class_sums import ClassObjective
 from mgpu_pipe.objectives.packed_text import skips_last
@@ -26,23 +34,17 @@ SHORTEST = 2
 """Fewest tokens of a random sample."""
 
 
-class OneOutputObjective(Objective):
-    """Base of objectives over the one output of a Hugging Face model ``...ForSequenceClassification``.
+class OneOutputObjective(KeyedObjective):
+    """Base of objectives over the one output of a Hugging Face model ``...ForSequenceClassification``."""
 
-    Args:
-        keys: ``objective.*``; a subclass narrows the type of the attribute ``keys``.
-    """
+    keys: OneOutputConfig
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: OneOutputConfig
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self.keys, self._config = keys, cast(Any, model.config)
+        super().__init__(model, optimizer_factory, learning_rate, keys)
+        self._config = cast(Any, model.config)
         self._config.use_cache = False
-
-    @classmethod
-    def arguments(cls, keys: OneOutputConfig) -> tuple[Any, ...]:
-        return (keys,)
 
 
 class SequenceClassificationObjective(ClassObjective):

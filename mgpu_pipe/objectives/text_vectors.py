@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
+from mgpu_pipe.objectives.base import Batch, Forward, KeyedObjective, LearningRate, Reference, step_generator
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
 from mgpu_pipe.objectives.losses.vectors import cosent, ranks, shares_of_correlation
 from mgpu_pipe.objectives.sample_group import SampleGroup
@@ -25,26 +25,20 @@ PAIR = 2
 SIDES = ("queries", "documents")
 
 
-class TextVectorObjective(GlobalBatchObjective):
+class TextVectorObjective(KeyedObjective, GlobalBatchObjective):
     """Base of objectives over vectors of texts. A batch has ``input_ids``, (rows, texts, seq_len), and ``lengths``,
     tokens of each text, (rows, texts), 0 for a text that a sample does not have.
-
-    Args:
-        keys: ``objective.*``; a subclass narrows the type of the attribute ``keys``.
     """
+
+    keys: VectorConfig
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: VectorConfig
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self.keys = keys
+        super().__init__(model, optimizer_factory, learning_rate, keys)
         self._config = cast(Any, model.config)
         self._config.use_cache = False
         self._held_out: list[tuple[Features, slice]] = []
-
-    @classmethod
-    def arguments(cls, keys: VectorConfig) -> tuple[Any, ...]:
-        return (keys,)
 
     @abstractmethod
     def labels(self, batch: Mapping[str, torch.Tensor]) -> Features:

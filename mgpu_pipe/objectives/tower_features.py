@@ -21,7 +21,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClass
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.pictures import picture_places
-from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.samples import SampleSet, Split
@@ -30,6 +29,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import SPLITS, RunStart, is_whole, write_hashes
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 from mgpu_pipe.system.local_files import flush_folder
 
 MATHEMATICS = 1

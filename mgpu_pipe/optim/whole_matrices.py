@@ -7,15 +7,15 @@ as there are ranks. So a rank has one whole matrix at a time and no matrix is co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mgpu_pipe.models.local_shards import Fragment, Layout, fragments, layouts_of, local_tensor, unsharded_shape
 from mgpu_pipe.optim.muon import Matrix, each_matrix
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 
 Unit = tuple[int, int]
 """Matrix: its parameter's index, and its index in the parameter's stack (0 for a single matrix)."""
@@ -45,16 +45,10 @@ class WholeMatrices:
         parameters: matrices or stacks of them; the same on all ranks of ``group``.
         group: ranks that together have every matrix.
         device: device of the computation.
-        exchange: gathers every rank's JSON.
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        parameters: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        device: torch.device,
-        exchange: Callable[[object, dist.ProcessGroup], list[Any]],
+        self, model: torch.nn.Module, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._group, self._device = group, device
         layouts, names = layouts_of(model), {id(p): name for name, p in model.named_parameters()}
@@ -69,7 +63,7 @@ class WholeMatrices:
             for place, block, part in _units(parameter, layout):
                 self._blocks.setdefault((index, place), []).append(block)
                 mine.append([index, place, part.offsets, part.shape, part.sent])
-        parts_of_ranks = [_by_unit(parts) for parts in exchange(mine, group)]
+        parts_of_ranks = [_by_unit(parts) for parts in exchange_json(mine, group)]
         self._parts: dict[Unit, list[list[_Part]]] = {
             unit: [parts.get(unit, []) for parts in parts_of_ranks]
             for unit in sorted({u for parts in parts_of_ranks for u in parts})

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from mgpu_pipe.checkpoint.left_out import LeftOut, weights_digest
-from mgpu_pipe.checkpoint.live_tensors import exchange_json, rank_and_size
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.config.group_keys import PeftConfig, StrategyConfig
@@ -41,6 +40,7 @@ from mgpu_pipe.models.weights.pretrained import RECORDED, load_pretrained, recor
 from mgpu_pipe.models.weights.slices import FolderWeights, folder_buffers
 from mgpu_pipe.objectives.first_weights import MEASURED
 from mgpu_pipe.optim.moving_average import EMA
+from mgpu_pipe.parallel.rank_exchange import exchange_json, rank_and_size
 from mgpu_pipe.system.local_files import exists, expand_home
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.save_and_resume import HoldsState

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import Unpack
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import layer_costs
-from mgpu_pipe.checkpoint.live_tensors import exchange_json, restore_numbers
+from mgpu_pipe.checkpoint.live_tensors import restore_numbers
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
@@ -105,7 +105,7 @@ class MeshStrategy(EngineStrategy):
             return
         ranks = self.split.meshes.group("replica")
         optimizer.cut = [
-            WholeMatrices(self.objective.model, group["params"], ranks, self._device, exchange_json)
+            WholeMatrices(self.objective.model, group["params"], ranks, self._device)
             for group in optimizer.param_groups
             if group["matrices"]
         ]

@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.live_tensors import DTYPES, dtype_name, exchange_json, select
+from mgpu_pipe.checkpoint.live_tensors import DTYPES, dtype_name, select
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
@@ -24,6 +24,7 @@ from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Objective
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.optim.optimizers import build_schedule, optimizer_factory
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.strategy import EngineStrategy

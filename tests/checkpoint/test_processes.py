@@ -17,11 +17,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from mgpu_pipe.checkpoint import file_operations as files
-from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.selection import newest_valid
 from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 from tests.checkpoint.support import (
     CUTS,
     config_file,

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import WorkerError
 from mgpu_pipe.objectives.packed_text import packed_text, random_packed_text
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 from mgpu_pipe.topology import BatchPlan
 from mgpu_pipe.verify.baseline import step_batch_of
 from mgpu_pipe.verify.certificate import QUANTITIES, Certificate, Measurement, Worst, failures, holds, worst_of

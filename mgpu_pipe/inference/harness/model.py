@@ -14,10 +14,10 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 
-from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.generation import generation_mode, keeps_cache
 from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

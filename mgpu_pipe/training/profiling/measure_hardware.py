@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 from mgpu_pipe.planning.calibration import Measurements
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.runs.lock import boot_id

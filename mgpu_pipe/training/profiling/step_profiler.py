@@ -20,8 +20,8 @@ import torch.distributed as dist
 from pytorch_lightning.profilers import Profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.errors import print_line
+from mgpu_pipe.parallel.rank_exchange import exchange_json
 from mgpu_pipe.runs.lock import boot_id
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.profiling.device_trace import (
