@@ -160,7 +160,7 @@ class BackgroundSaver:
         self._error: Exception | None = None
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether this rank's part of a save is still running. Not collective; ranks may differ."""
         return self._thread is not None and self._thread.is_alive()
 
@@ -169,9 +169,9 @@ class BackgroundSaver:
         """The error of a failed save, until :meth:`wait` has returned it. Not collective."""
         return self._error
 
-    def running_anywhere(self) -> bool:
+    def is_running_anywhere(self) -> bool:
         """Whether any rank's part of a save is still running; all ranks get the same answer."""
-        return any(exchange_json(self.running, None))
+        return any(exchange_json(self.is_running, None))
 
     def reserve(self, plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> None:
         """Start to allocate memory for this rank's planned values, before the first save. Not collective."""

@@ -41,7 +41,7 @@ class Comparison:
     """Tensors of only one of the checkpoints, or of another shape."""
 
     @property
-    def same(self) -> bool:
+    def is_same(self) -> bool:
         return not self.differing and not self.unlike
 
 

@@ -57,7 +57,7 @@ def leftovers(root: Path) -> list[Path]:
 def inspect_step(step: int, folder: Path, verify: Verify) -> Step:
     """Everything about one committed step, faults included; ``verify`` hashes chunks (``full``) or checks sizes."""
     if folder.is_symlink():
-        return Step(step, folder, (layout.is_a_link(folder),))
+        return Step(step, folder, (layout.link_fault(folder),))
     try:
         saved = (folder / layout.MANIFEST).stat().st_mtime if is_file(folder / layout.MANIFEST) else None
         nbytes = sum(file.lstat().st_size for file in folder.iterdir() if is_file(file))

@@ -99,10 +99,10 @@ def committed(root: Path) -> dict[int, Path]:
 def refuse_links(run: Path) -> None:
     """Raise CheckpointError for a run whose ``checkpoints`` is a symbolic link."""
     if (run / "checkpoints").is_symlink():
-        raise CheckpointError(is_a_link(run / "checkpoints"))
+        raise CheckpointError(link_fault(run / "checkpoints"))
 
 
-def is_a_link(folder: Path) -> str:
+def link_fault(folder: Path) -> str:
     return f"{folder}: is a symbolic link, which is not followed out of a run; give the folder that it leads to"
 
 

@@ -57,21 +57,21 @@ def plan_files(by_rank: Sequence[Sequence[ShardRecord]]) -> dict[str, dict[str, 
     """
     holders: dict[tuple[str, TensorSlice], list[int]] = {}
     types: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
-    for rank, tensor_slices in enumerate(by_rank):
-        for item in tensor_slices:
-            tensor_type = (item.global_shape, item.dtype)
-            known = types.setdefault((item.kind, item.tensor_slice.name), tensor_type)
+    for rank, records in enumerate(by_rank):
+        for record in records:
+            tensor_type = (record.global_shape, record.dtype)
+            known = types.setdefault((record.kind, record.tensor_slice.name), tensor_type)
             if known != tensor_type:
                 raise CheckpointSaveError(
-                    f"{item.kind} tensor {item.tensor_slice.name}: rank {rank} has {_describe(tensor_type)}, "
+                    f"{record.kind} tensor {record.tensor_slice.name}: rank {rank} has {_describe(tensor_type)}, "
                     f"another rank {_describe(known)}"
                 )
-            if item.tensor_slice.volume == 0 and 0 not in item.global_shape:
+            if record.tensor_slice.volume == 0 and 0 not in record.global_shape:
                 continue
-            ranks = holders.setdefault((item.kind, item.tensor_slice), [])
+            ranks = holders.setdefault((record.kind, record.tensor_slice), [])
             if ranks and ranks[-1] == rank:  # ranks come in order
                 raise CheckpointSaveError(
-                    f"{item.kind} tensor {item.tensor_slice.name}: rank {rank} lists {item.tensor_slice.key} twice"
+                    f"{record.kind} tensor {record.tensor_slice.name}: rank {rank} lists {record.tensor_slice.key} twice"
                 )
             ranks.append(rank)
     writers = _deal(holders, {key: ITEM_BYTES[dtype] for key, (_, dtype) in types.items()}, len(by_rank))
@@ -91,6 +91,13 @@ def plan_files(by_rank: Sequence[Sequence[ShardRecord]]) -> dict[str, dict[str, 
 def _deal(
     holders: dict[tuple[str, TensorSlice], list[int]], item_bytes: dict[tuple[str, str], int], world_size: int
 ) -> dict[tuple[str, TensorSlice], int]:
+    """The rank that writes each slice.
+
+    Args:
+        holders: the ranks that have each slice of a kind.
+        item_bytes: bytes of an element, by kind and tensor.
+    """
+
     def nbytes(key: tuple[str, TensorSlice]) -> int:
         return key[1].volume * item_bytes[key[0], key[1].name]
 

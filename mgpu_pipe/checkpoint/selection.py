@@ -62,7 +62,7 @@ def inspect(folder: Path, verify: Verify, step: int | None = None) -> Step:
     """
     try:
         if folder.is_symlink():
-            raise CheckpointError(layout.is_a_link(folder))
+            raise CheckpointError(layout.link_fault(folder))
         manifest = check_folder(folder, verify)
         read_state(folder, manifest, verify)
         if step is not None and manifest.step != step:

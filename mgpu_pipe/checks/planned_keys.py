@@ -133,7 +133,7 @@ def plan_save_steps(config: RunConfig, resumed: RunConfig | None) -> tuple[int, 
         fix = "give a number of steps, or checkpoint.every_n_minutes"
         raise ConfigError(SAVES, "auto", fix, f"the time of a step is not known: {error.reason}") from None
     gpus = world_size(config.trainer, config.strategy)
-    failures = Failures.of_gpus(hours, gpus, config.plan.save_stall_s, config.plan.restart_s)
+    failures = Failures.from_gpus(hours, gpus, config.plan.save_stall_s, config.plan.restart_s)
     steps = max(1, round(best_interval(failures) / seconds))
     share = useful_share(steps * seconds, failures)
     text = f"auto is {steps}: {seconds:.3g} s a step predicted on {hardware}, {share:.1%} of the time useful"

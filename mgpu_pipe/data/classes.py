@@ -32,9 +32,9 @@ def class_names(
     data's; ConfigError for unlisted, too few, other than its labels, or of ``evaluated`` samples alone."""
     names, key, there = list(data.classes), "data.classes", {*trained, *evaluated}
     if not names:
-        names, key = _of_the_model(model), "model.config.id2label"
+        names, key = _names_in_model(model), "model.config.id2label"
     if not names:
-        names, key = _of_the_files(data), "data.label_column"
+        names, key = _names_in_files(data), "data.label_column"
     if not names:
         names, key = sorted(there, key=in_order), "data.label_column"
         if unknown := sorted(there.difference(trained)):
@@ -70,7 +70,7 @@ def classes_in_digest(
     """``classes`` in the digest of the data: their numbers where a file names all numbers in the data, as earlier
     versions did without these names."""
     numbers = [str(number) for number in range(len(classes))]
-    named = bool(data.classes or _of_the_model(model))
+    named = bool(data.classes or _names_in_model(model))
     return numbers if set(there) == set(numbers) and not named else list(classes)
 
 
@@ -87,7 +87,7 @@ def class_number(name: str, classes: Sequence[str]) -> int | None:
     return int(name) if _is_number(name) and int(name) < len(classes) else None
 
 
-def _of_the_model(model: ModelConfig) -> list[str]:
+def _names_in_model(model: ModelConfig) -> list[str]:
     """Class names in the model's configuration; empty where it only numbers them."""
     id2label = model_field(model, "id2label")
     if not isinstance(id2label, Mapping):
@@ -96,7 +96,7 @@ def _of_the_model(model: ModelConfig) -> list[str]:
     return [] if names == [f"LABEL_{number}" for number in range(len(names))] else names
 
 
-def _of_the_files(data: DataConfig) -> list[str]:
+def _names_in_files(data: DataConfig) -> list[str]:
     """Class names that the first readable Parquet or Arrow file of ``data.paths`` lists; empty without any."""
     paths = [path for path in data.paths if Path(path).suffix.lower() in COLUMNAR and not path.startswith(DATA)]
     for file in files.expand_paths(paths, "data.paths") if paths else ():

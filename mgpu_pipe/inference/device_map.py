@@ -49,7 +49,7 @@ class DeviceMap:
         """Bytes of the weights on ``device``."""
         return sum(part.nbytes for part, place in zip(self.parts, self.devices, strict=True) if place == device)
 
-    def of_modules(self) -> dict[str, str]:
+    def devices_by_module(self) -> dict[str, str]:
         """The device of each module that a part names."""
         return {
             module: device for part, device in zip(self.parts, self.devices, strict=True) for module in part.modules
@@ -60,7 +60,7 @@ class DeviceMap:
         rows = [("device", "weights", "limit", "parts")]
         devices = [*limits, *(device for device in dict.fromkeys(self.devices) if device not in limits)]
         for device in devices:
-            names = [module for module, place in self.of_modules().items() if place == device]
+            names = [module for module, place in self.devices_by_module().items() if place == device]
             parts = f"{len(names)}: {names[0]} ... {names[-1]}" if names else "0"
             limit = f"{limits[device]:,}" if device in limits else "-"
             rows.append((device, f"{self.nbytes(device):,}", limit, parts))

@@ -183,7 +183,7 @@ def _place(
     from accelerate import dispatch_model
     from accelerate.utils import offload_weight, save_offload_index
 
-    devices = device_map.of_modules()
+    devices = device_map.devices_by_module()
     places: dict[int, str] = {}
     aliases: dict[int, list[str]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))

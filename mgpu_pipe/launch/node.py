@@ -124,7 +124,7 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
     started, devices = time.monotonic(), devices_per_node(config.trainer, config.strategy)
     os.environ.update(joined)
     node = World.from_environment(joined)
-    world = node.of_workers(devices)
+    world = node.with_workers(devices)
     check_world(world, config.trainer, config.strategy)
     try:
         with SignalInbox() as inbox, ExitStack() as resources:

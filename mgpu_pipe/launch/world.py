@@ -85,7 +85,7 @@ class World:
             "MASTER_PORT": str(port),
         }
 
-    def of_workers(self, devices: int) -> World:
+    def with_workers(self, devices: int) -> World:
         """World of the workers that a world of node tasks starts, ``devices`` on each node."""
         return replace(
             self,

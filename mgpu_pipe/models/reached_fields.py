@@ -132,7 +132,7 @@ def _dropped_rotary(
 
 def _fix(name: str, value: Any, holder: str, homes: list[str], built: Any) -> str:
     """Overrides that reach the model instead; ``homes`` are the types of layers, "" where they are the same for all."""
-    settings = [setting for setting in _of_field(name, value, built) if name in PLACES or not setting[1]]
+    settings = [setting for setting in _settings_of_field(name, value, built) if name in PLACES or not setting[1]]
     if not settings or (value and holder.endswith(f".{name}") and "" in homes):
         return "leave it out"
     paths = [f"{holder}.{home}".rstrip(".") for home in ([settings[0][1]] if settings[0][1] else homes)]
@@ -155,19 +155,19 @@ def _settings(
     """
     scaling = overrides.get(SCALING)
     if not scaling:
-        yield from _of_field(PARAMETERS, overrides.get(PARAMETERS), built)
+        yield from _settings_of_field(PARAMETERS, overrides.get(PARAMETERS), built)
     elif not folder.get(SCALING):
-        for _, place, entry, value in _of_field(PARAMETERS, fields.get(PARAMETERS), built):
+        for _, place, entry, value in _settings_of_field(PARAMETERS, fields.get(PARAMETERS), built):
             if place in layers and entry in (THETA, PARTIAL):
                 yield SCALING, place, entry, value
     is_replaced = bool(folder) and KIND[0] in (overrides.get(PARAMETERS) or {})
     if SCALING in overrides and (scaling or not is_replaced):
-        yield from _of_field(SCALING, scaling, built)
+        yield from _settings_of_field(SCALING, scaling, built)
     for name in PLACES:
-        yield from _of_field(name, overrides.get(name), built)
+        yield from _settings_of_field(name, overrides.get(name), built)
 
 
-def _of_field(name: str, value: Any, built: Any) -> Iterator[tuple[str, str, str, Any]]:
+def _settings_of_field(name: str, value: Any, built: Any) -> Iterator[tuple[str, str, str, Any]]:
     """Settings that one field makes; see :func:`_settings`."""
     if name in PLACES and value is not None:
         yield name, *PLACES[name], value
@@ -176,6 +176,8 @@ def _of_field(name: str, value: Any, built: Any) -> Iterator[tuple[str, str, str
     elif isinstance(value, Mapping):
         for entry, setting in value.items():
             if isinstance(setting, Mapping):
-                yield from ((name, entry, inner, number) for _, _, inner, number in _of_field(name, setting, built))
+                yield from (
+                    (name, entry, inner, number) for _, _, inner, number in _settings_of_field(name, setting, built)
+                )
             elif setting is not None:
                 yield name, "", ENTRIES.get(str(entry), str(entry)), setting

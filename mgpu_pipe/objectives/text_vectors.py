@@ -78,8 +78,8 @@ class TextVectorObjective(KeyedObjective, GlobalBatchObjective):
     def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         total = torch.zeros((), device=features["queries"].device)
         for size in self._sizes:
-            of_size = None if gradients is None else _of_size(gradients, size)
-            total = total + self.losses_of_size({**features, **_of_size(features, size)}, rows, of_size)
+            of_size = None if gradients is None else _sides_of_size(gradients, size)
+            total = total + self.losses_of_size({**features, **_sides_of_size(features, size)}, rows, of_size)
         return total
 
     def collect_heldout(self, features: Features, rows: slice) -> None:
@@ -124,7 +124,7 @@ def _suffix(size: int | None) -> str:
     return "" if size is None else f"_{size}"
 
 
-def _of_size(features: Features, size: int | None) -> Features:
+def _sides_of_size(features: Features, size: int | None) -> Features:
     """Queries and documents of one size, under their plain names."""
     return {name: features[name + _suffix(size)] for name in SIDES}
 

@@ -30,7 +30,7 @@ class Failures:
     restart: float
 
     @classmethod
-    def of_gpus(cls, hours: float, gpus: int, stall: float, restart: float) -> Failures:
+    def from_gpus(cls, hours: float, gpus: int, stall: float, restart: float) -> Failures:
         """Failures of a run on ``gpus`` GPUs, each of which fails every ``hours`` hours."""
         return cls(3600.0 * hours / gpus, stall, restart)
 

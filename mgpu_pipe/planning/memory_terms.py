@@ -156,7 +156,7 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     gathered_at_loss, gathered_in_block = _gathered_weights(state, place, unit, head, ends)
 
     a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)
-    tower = place.first * work.tower_trains * work.tower_layers * kept_bytes(work.of_tower(), keeps)
+    tower = place.first * work.tower_trains * work.tower_layers * kept_bytes(work.tower_work(), keeps)
     tokens_kept = place.passes * (a_pass + tower) + place.last * around_bytes(work, keeps)
     waits = place.waiting * place.layers / work.stages_per_rank * output_bytes(work, keeps)
     waits = waits + place.last * maximum(place.waiting - 1.0, 0.0) * keeps.item * state.head_trains * head

@@ -133,7 +133,7 @@ def _tower_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numb
     """Seconds of a micro-batch in a vision tower; without a backward pass if it is frozen."""
     if not np.any(np.asarray(work.tower_layers) > 0):
         return 0.0
-    tower = work.of_tower()
+    tower = work.tower_work()
     forward, backward = _forward(tower, hardware, constants), _backward(tower, hardware, constants)
     return work.tower_layers * (forward.total + work.tower_trains * backward.total)
 

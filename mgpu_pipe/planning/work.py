@@ -148,7 +148,7 @@ class Work:
     def layer_parameters(self) -> Numbers:
         return self.dense_parameters + self.experts * self.expert_parameters
 
-    def of_tower(self) -> Work:
+    def tower_work(self) -> Work:
         """Work of the tower alone: patches for tokens, which see both ways."""
         return replace(
             self,
@@ -178,7 +178,7 @@ class Work:
         active = active + self.width * self.vocabulary
         attention = self.layers * 2 * self.context * self.heads * self.head_dim
         decoder = self.tokens_per_step * ((4 + 2 * self.trained) * active + 3 * attention)
-        tower = self.of_tower()
+        tower = self.tower_work()
         patches = self.tokens_per_step / self.sequence * self.patches
         a_patch = tower.layers * (tower.attention_parameters + tower.expert_parameters + tower.context * tower.width)
         return decoder + patches * 2 * (1 + 2 * self.tower_trains) * a_patch  # frozen: no backward pass

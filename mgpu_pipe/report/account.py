@@ -35,7 +35,7 @@ WHEN = "%Y-%m-%d %H:%M:%S"
 
 def strategies_text(view: RunView) -> str:
     """The strategies of all attempts, as ``ddp, then zero2``; without known attempts, the configured strategy."""
-    return ", then ".join(view.strategies) or str(view.of_config("strategy", "name") or "")
+    return ", then ".join(view.strategies) or str(view.config_value("strategy", "name") or "")
 
 
 def attempts_text(view: RunView) -> str:

@@ -92,7 +92,7 @@ def goodput_line(plan: PlanConfig, minutes: float | None, processes: int) -> str
     """Best time between saves (now every ``minutes``) and useful share, or None without ``plan.failure_hours``."""
     if plan.failure_hours is None:
         return None
-    failures = Failures.of_gpus(plan.failure_hours, processes, plan.save_stall_s, plan.restart_s)
+    failures = Failures.from_gpus(plan.failure_hours, processes, plan.save_stall_s, plan.restart_s)
     best = best_interval(failures)
     text = (
         f"one every {numbers.duration(failures.between)}; {useful_share(best, failures):.1%} of the time is useful "

@@ -22,7 +22,7 @@ LONGEST_NAME = 24
 
 def confusion(view: RunView) -> dict[str, Any] | None:
     """The confusion matrix of the last evaluation: a row per class and a column per predicted class; None for none."""
-    counts, names = view.of_summary("found", "confusion"), view.of_summary("data", "classes")
+    counts, names = view.summary_value("found", "confusion"), view.summary_value("data", "classes")
     if not isinstance(counts, list) or not isinstance(names, list) or len(names) != len(counts) or not names:
         return None
     if not all(isinstance(row, list) and len(row) == len(names) for row in counts):
@@ -85,11 +85,11 @@ DATA_KEYS = ("source", "paths", "tokenizer", "seq_len", "packing")
 
 def subtitle(view: RunView) -> list[str]:
     """Two lines: the folder; model, strategy, topology and processes."""
-    parameters = number(view.of_summary("model", "parameters"))
-    model = view.of_summary("model", "name") or view.of_config("model", "name") or ""
+    parameters = number(view.summary_value("model", "parameters"))
+    model = view.summary_value("model", "name") or view.config_value("model", "name") or ""
     if not math.isnan(parameters):
         model = f"{model}, {numbers.count(parameters)} parameters".lstrip(", ")
-    trained = number(view.of_summary("model", "trained"))
+    trained = number(view.summary_value("model", "trained"))
     if trained < parameters:
         model = f"{model}, {numbers.count(trained)} of them trained"
     world = view.summary.get("world_size")
@@ -117,7 +117,7 @@ def figures(view: RunView) -> list[dict[str, str]]:
     in_bits = "" if math.isnan(size) else f"; {numbers.figure(size, 4)} bits a byte"
     cards.append(_card("Held-out loss", numbers.fixed(held_out, 4), objective.metrics[0].unit + in_bits))
     cards.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
-    cards += [_task_card(view, name, task) for name, task in _mapping(view.of_config("eval", "tasks")).items()]
+    cards += [_task_card(view, name, task) for name, task in _mapping(view.config_value("eval", "tasks")).items()]
     rate = view.tokens_per_s
     mfu = view.final("throughput/mfu")
     samples, padding = view.final("throughput/samples_per_s"), view.final("throughput/padding")
@@ -135,10 +135,10 @@ def figures(view: RunView) -> list[dict[str, str]]:
     total = view.total_steps
     cards.append(_card("Steps", f"{view.steps:,}", f"of {total:,}" if total else "done"))
     cards.append(_card("Wall time", numbers.duration(view.wall_s), attempts_text(view) or "in all"))
-    memory = numbers.gibibytes(number(view.of_config("plan", "predicted_gib")))
+    memory = numbers.gibibytes(number(view.config_value("plan", "predicted_gib")))
     note = "of a process" + ("" if memory == numbers.MISSING else f"; {memory} predicted by strategy=auto")
     cards.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), note))
-    predicted = number(view.of_config("plan", "predicted_seconds"))
+    predicted = number(view.config_value("plan", "predicted_seconds"))
     steps = finite(view.metrics.get("throughput/step_s", []))
     if steps and not math.isnan(predicted):
         note = f"median; {numbers.seconds(predicted)} predicted by strategy=auto"
@@ -164,15 +164,15 @@ def baseline_text(view: RunView) -> str:
 
 def blocks(view: RunView) -> list[dict[str, Any]]:
     """The nonempty tables of one run, each a card."""
-    batch = view.summary.get("batch") or {"global_batch_size": view.of_config("data", "global_batch_size")}
-    data = {key: value for key in DATA_KEYS if (value := view.of_config("data", key)) not in (None, [], "")}
+    batch = view.summary.get("batch") or {"global_batch_size": view.config_value("data", "global_batch_size")}
+    data = {key: value for key in DATA_KEYS if (value := view.config_value("data", key)) not in (None, [], "")}
     metrics = view.summary.get("metrics")
     if not view.counts_tokens:
         batch, data, metrics = (
             {key: value for key, value in _mapping(section).items() if key not in OF_TOKENS}
             for section in (batch, data, metrics)
         )
-    model = {key: value for key in MODEL_KEYS if (value := view.of_config("model", key)) not in (None, "")}
+    model = {key: value for key in MODEL_KEYS if (value := view.config_value("model", key)) not in (None, "")}
     all_blocks = [
         _block("Overrides", code=view.overrides),
         _block("What differs from the defaults", table=changed_defaults(view)),
@@ -195,11 +195,13 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
 
 def batch_text(view: RunView) -> str:
     """The split of a step's samples as one equation; empty if the summary has no sizes."""
-    sizes = [view.of_summary("batch", key) for key in ("global_batch_size", "data_parallel_size", "micro_batch_size")]
+    sizes = [
+        view.summary_value("batch", key) for key in ("global_batch_size", "data_parallel_size", "micro_batch_size")
+    ]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return ""
     total, processes, micro = sizes
-    tokens = view.of_config("data", "seq_len")
+    tokens = view.config_value("data", "seq_len")
     step = f"; {total * tokens:,} tokens a step" if isinstance(tokens, int) and view.counts_tokens else ""
     count = total // processes // micro
     ranks = f"{processes} process{'' if processes == 1 else 'es'}"
@@ -209,7 +211,7 @@ def batch_text(view: RunView) -> str:
 def _topology(view: RunView) -> dict[str, Any]:
     topology = view.summary.get("topology")
     sizes = {"axes": topology_text(view) or "one process"} if topology else {}
-    strategy = {f"strategy {key}": view.of_config("strategy", key) for key in ("name", "engine")}
+    strategy = {f"strategy {key}": view.config_value("strategy", key) for key in ("name", "engine")}
     return {**strategy, "processes": view.summary.get("world_size"), **sizes}
 
 
@@ -253,9 +255,9 @@ def _task_blocks(view: RunView) -> list[dict[str, Any]]:
 
 def _class_blocks(view: RunView) -> list[dict[str, Any]]:
     """A card of the last evaluation's figures of each class, and one for zero-shot classes."""
-    shot = _mapping(view.of_summary("found", "zero_shot"))
+    shot = _mapping(view.summary_value("found", "zero_shot"))
     every = [
-        ("Classes", _mapping(view.summary.get("found")), view.of_summary("data", "classes")),
+        ("Classes", _mapping(view.summary.get("found")), view.summary_value("data", "classes")),
         ("Zero-shot classes", shot, shot.get("names")),
     ]
     cards = []

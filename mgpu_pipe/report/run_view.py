@@ -70,7 +70,7 @@ class RunView:
 
     @property
     def name(self) -> str:
-        return str(self.of_config("run", "name") or self.paths.root.parent.name)
+        return str(self.config_value("run", "name") or self.paths.root.parent.name)
 
     @property
     def folder_name(self) -> str:
@@ -91,7 +91,7 @@ class RunView:
 
     @property
     def total_steps(self) -> int | None:
-        for total in (self.summary.get("max_steps"), self.of_config("trainer", "max_steps")):
+        for total in (self.summary.get("max_steps"), self.config_value("trainer", "max_steps")):
             if isinstance(total, int):
                 return total
         return None
@@ -122,7 +122,7 @@ class RunView:
     def headline(self) -> float:
         """The final value of the objective's headline metric, computed from the held-out loss if it is not recorded."""
         metric = self.objective.headline
-        value, loss = number(self.of_summary("metrics", metric.key)), self.final("val/loss")
+        value, loss = number(self.summary_value("metrics", metric.key)), self.final("val/loss")
         if math.isnan(value) and metric.of_loss is not None and not math.isnan(loss):
             return metric.of_loss(loss)
         return self.final(metric.key)
@@ -131,7 +131,7 @@ class RunView:
     def baseline(self) -> float:
         """The data's baseline of the headline metric; NaN for none."""
         name = self.objective.headline.baseline
-        return math.nan if name is None else number(self.of_summary("data", name))
+        return math.nan if name is None else number(self.summary_value("data", name))
 
     @property
     def wall_s(self) -> float:
@@ -153,20 +153,20 @@ class RunView:
     def peak_gib(self) -> float:
         """Largest memory of a process, in GiB."""
         peaks = finite(self.metrics.get("memory/peak_gib", []))
-        return max(peaks) if peaks else number(self.of_summary("memory", "peak_gib"))
+        return max(peaks) if peaks else number(self.summary_value("memory", "peak_gib"))
 
     def final(self, column: str) -> float:
         """The last value of a metric, from the summary or else from the metrics file; NaN if there is none."""
-        recorded = number(self.of_summary("metrics", column))
+        recorded = number(self.summary_value("metrics", column))
         if not math.isnan(recorded):
             return recorded
         values = [value for value in self.metrics.get(column, []) if not math.isnan(value)]
         return values[-1] if values else math.nan
 
-    def of_config(self, *keys: str) -> Any:
+    def config_value(self, *keys: str) -> Any:
         return _look_up(self.config, keys)
 
-    def of_summary(self, *keys: str) -> Any:
+    def summary_value(self, *keys: str) -> Any:
         return _look_up(self.summary, keys)
 
 

@@ -94,7 +94,7 @@ def serve(models: Sequence[tuple[ServedModel, ServeOptions]]) -> None:
         prepared = [prepare_folder(model, options) for model, options in models]
         for _, options in models:
             if options.draft is not None and _is_exported(options.draft, options.engine):
-                prepare_folder(options.draft, _of_draft(options))
+                prepare_folder(options.draft, _draft_options(options))
         resources.enter_context(_ended_by_signals())
         started = []
         for (model, options), program, listener, (folder, expected) in zip(
@@ -197,7 +197,7 @@ def engine_request(
         sizes=sizes,
         memory_share=options.memory_share,
         token=options.token,
-        draft=None if options.draft is None else _target(options.draft, _of_draft(options)).absolute(),
+        draft=None if options.draft is None else _target(options.draft, _draft_options(options)).absolute(),
         adapters=options.adapters,
     )
 
@@ -219,8 +219,8 @@ def print_command(model: ServedModel, options: ServeOptions) -> None:
         return
     command = engine.command(engine_request(model, options, folder, sizes, options.port, None), engine.program)
     _print_export(model, options)
-    if options.draft is not None and _target(options.draft, _of_draft(options)) != folder:
-        _print_export(options.draft, _of_draft(options))
+    if options.draft is not None and _target(options.draft, _draft_options(options)) != folder:
+        _print_export(options.draft, _draft_options(options))
     variables += [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
     print_line(" ".join([*variables, shlex.join([*engine.program, *command.words])]))
 
@@ -236,7 +236,7 @@ def _print_export(model: ServedModel, options: ServeOptions) -> None:
     print_line(shlex.join([*words, *(["--weights", "ema"] if options.average else [])]))
 
 
-def _of_draft(options: ServeOptions) -> ServeOptions:
+def _draft_options(options: ServeOptions) -> ServeOptions:
     """The options that export the draft model."""
     return replace(options, draft=None, adapters=(), out=None, force=False, frozen=None, average=False)
 

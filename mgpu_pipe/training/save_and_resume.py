@@ -150,7 +150,7 @@ class Checkpointer:
         """
         background = self._background
         if background is not None:
-            if self._config.when_busy == "skip" and not last and background.running_anywhere():
+            if self._config.when_busy == "skip" and not last and background.is_running_anywhere():
                 _warn(
                     f"the checkpoint of step {step} is left out: the one before is still being written "
                     "(checkpoint.when_busy=skip)"
@@ -204,7 +204,7 @@ class Checkpointer:
         if self._background is None:
             return
         error = self._background.wait(self._patience_s)
-        if self._background.running:
+        if self._background.is_running:
             _warn(
                 f"the checkpoint of step {self.last_step} was not written within {self._patience_s:g} s "
                 "(launch.stop_timeout) and is left unfinished"

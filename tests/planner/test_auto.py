@@ -109,7 +109,7 @@ def test_the_number_has_the_largest_useful_share_and_changes_no_identity() -> No
     notices = notices_of(composition, elsewhere=True)
     steps = composition.config.checkpoint.every_n_steps
     assert isinstance(steps, int)
-    failures, seconds = Failures.of_gpus(1000, 16, 10.0, 600.0), predicted_seconds(before)[0]
+    failures, seconds = Failures.from_gpus(1000, 16, 10.0, 600.0), predicted_seconds(before)[0]
     share = useful_share(steps * seconds, failures)
     assert all(useful_share(other * seconds, failures) <= share for other in (steps - 1, steps + 1, 2 * steps))
     assert mathematics_hash(composition.config) == mathematics_hash(before)

@@ -11,7 +11,7 @@ from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
 from mgpu_pipe.report.overview import goodput_line
 
 SEGMENTS = 300_000
-LLAMA3 = Failures.of_gpus(54 * 24 * 16_384 / 419, 16_384, stall=10.0, restart=600.0)
+LLAMA3 = Failures.from_gpus(54 * 24 * 16_384 / 419, 16_384, stall=10.0, restart=600.0)
 """419 interruptions in 54 days on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)."""
 
 

@@ -134,7 +134,7 @@ def work_of(name: str) -> Any:
     work = model_work(config, resolved_fields(config.model))
     assert work.tower_layers
     pictures = 2 if name in ("llava", "paligemma", "internvl") else 1
-    return replace(work, patches=pictures * PER_PICTURE, patches_in_view=PER_PICTURE).of_tower()
+    return replace(work, patches=pictures * PER_PICTURE, patches_in_view=PER_PICTURE).tower_work()
 
 
 TOWERS = ("llava", "paligemma", "internvl", "mistral3", "qwen3_vl", "qwen25_vl")

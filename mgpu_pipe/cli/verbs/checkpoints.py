@@ -147,7 +147,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     comparison_table(comparison)
     within = f" within {arguments.tolerance:g}" if arguments.tolerance else ""
     print_lines(f"{comparison.equal} tensors are equal{within}, {len(differing) + len(comparison.unlike)} differ")
-    return EXIT_OK if comparison.same else EXIT_FAILURE
+    return EXIT_OK if comparison.is_same else EXIT_FAILURE
 
 
 def _step_of(folder: Path) -> Step:

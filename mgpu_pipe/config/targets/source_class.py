@@ -117,7 +117,7 @@ def signature(cls: SourceClass, depth: int = 0) -> Signature:
     node = cls.node
     for statement in _statements(node.body):
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            return _of_arguments(statement.args)
+            return _read_signature(statement.args)
         if isinstance(statement, ast.FunctionDef) and statement.name == "__new__":
             raise Unknown(f"{cls.module}.{cls.name} has a __new__")
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list) or depth > MAX_DEPTH:
@@ -304,7 +304,7 @@ def _base_names(cls: SourceClass) -> list[str]:
     return names
 
 
-def _of_arguments(arguments: ast.arguments) -> Signature:
+def _read_signature(arguments: ast.arguments) -> Signature:
     positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
     optional = positional[len(positional) - len(arguments.defaults) :] if arguments.defaults else []
     keywords = [item.arg for item in arguments.kwonlyargs]

@@ -81,7 +81,7 @@ class LogMel:
             return None
         usual = _usual(model)
         bins, positions, most = (int(model_field(model, name) or usual[name]) for name in FIELDS)
-        return cls._of_window(model, rate, "model.config", (bins, positions, most))
+        return cls._from_sizes(model, rate, "model.config", (bins, positions, most))
 
     @classmethod
     def from_tower(cls, model: ModelConfig) -> LogMel:
@@ -97,7 +97,7 @@ class LogMel:
         if family_of(kind).recordings == "chunks":
             hop, width = _size(said.get("hop_length"), cls.hop), _size(said.get("n_fft"), cls.width)
             return cls(bins, rate, _size(said.get("chunk_length"), CHUNKED_SECONDS), hop, width, fixed=False)
-        window = cls._of_window(model, rate, "model.config.audio_config", (bins, positions, cls.most_tokens))
+        window = cls._from_sizes(model, rate, "model.config.audio_config", (bins, positions, cls.most_tokens))
         if family_of(kind).recordings == "window":
             return window
         width, inner = (int(_first_said(part, *names) or usual[names[0]]) for names in _WIDTHS)
@@ -107,7 +107,7 @@ class LogMel:
         return replace(window, filled=positions * width // inner)
 
     @classmethod
-    def _of_window(cls, model: ModelConfig, rate: int, key: str, sizes: tuple[int, int, int]) -> LogMel:
+    def _from_sizes(cls, model: ModelConfig, rate: int, key: str, sizes: tuple[int, int, int]) -> LogMel:
         """Window of these bands, positions and tokens."""
         bins, positions, most = sizes
         said = preprocessor_of(model.path, "feature_extractor")

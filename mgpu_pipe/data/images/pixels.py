@@ -240,7 +240,7 @@ def normalisation(
     scale = 255.0 if folder.get("do_rescale", True) is False else factor if abs(factor - 1) > 1e-6 else 1.0
     known = [folder.get(name) if normed else usual for name, usual in (("image_mean", 0.0), ("image_std", 1.0))]
     mean, std = (
-        _of_channels(key, ours or _divided(theirs, scale), channels)
+        _by_channel(key, ours or _divided(theirs, scale), channels)
         for key, ours, theirs in zip(("data.mean", "data.std"), (data.mean, data.std), known, strict=True)
     )
     if min(std) <= 0:
@@ -259,7 +259,7 @@ def preprocessor(model: ModelConfig) -> dict[str, Any]:
     return preprocessor_of(model.path, "image_processor")
 
 
-def _of_channels(key: str, values: Any, channels: int) -> tuple[float, ...]:
+def _by_channel(key: str, values: Any, channels: int) -> tuple[float, ...]:
     """One number per channel; a single number applies to every channel."""
     values = [values] if isinstance(values, int | float) else list(values or [USUAL])
     if len(values) not in (1, channels):

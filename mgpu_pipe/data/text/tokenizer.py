@@ -265,7 +265,7 @@ def _imported(
         _add_tokens(data, file, out / TOKENIZER, () if template is None else template.special)
 
     spared = (sorted(spare),) if spare else ()
-    return _built(cache, digest_of("imported", hashes, *_of_template(template), *spared), copy)
+    return _built(cache, digest_of("imported", hashes, *_template_parts(template), *spared), copy)
 
 
 def _spare(model: ModelConfig, data: DataConfig, file: Path, template: ChosenTemplate | None) -> dict[int, str]:
@@ -293,7 +293,7 @@ def _leave_out(folder: Path, tokens: Mapping[int, str]) -> None:
         write_json(folder / name, content)
 
 
-def _of_template(template: ChosenTemplate | None) -> tuple[Any, ...]:
+def _template_parts(template: ChosenTemplate | None) -> tuple[Any, ...]:
     """Parts of a cached tokenizer's name that come from the template."""
     if template is None:
         return (None,)
@@ -343,7 +343,7 @@ def _trained(
         identity = (sources[0][1].identity, fractions[0])
     if any(source.kind in CONVERSATIONS for _, source in sources):
         identity = (*identity, CONVERSATIONS_FORMAT)
-    return _built(cache, digest_of("bpe", _BPE_VERSION, *identity, size, *_of_template(template)), train)
+    return _built(cache, digest_of("bpe", _BPE_VERSION, *identity, size, *_template_parts(template)), train)
 
 
 def _keyed_texts(

@@ -99,13 +99,13 @@ def chat_template(folder: Path) -> str | None:
         if is_file(folder / name):
             template = json_file(folder / name).get("chat_template")
             if isinstance(template, list):
-                template = _of_names({entry["name"]: entry["template"] for entry in template})
+                template = _template_of_list({entry["name"]: entry["template"] for entry in template})
             if isinstance(template, str):
                 return template
     return None
 
 
-def _of_names(templates: dict[str, Any]) -> Any:
+def _template_of_list(templates: dict[str, Any]) -> Any:
     """The template of a list of them: as in transformers ``tool_use`` where a conversation has tools, else default."""
     default, with_tools = templates.get("default"), templates.get("tool_use")
     if not (isinstance(default, str) and isinstance(with_tools, str)):

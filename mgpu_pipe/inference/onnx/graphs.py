@@ -216,20 +216,20 @@ def _towers(model: Any) -> list[Graph]:
     bias = getattr(model, "logit_bias", None)
     facts = {"logit_scale": model.logit_scale.exp().item(), "logit_bias": 0.0 if bias is None else bias.item()}
 
-    def of_text(inputs: Inputs) -> torch.Tensor:
+    def text_vectors(inputs: Inputs) -> torch.Tensor:
         return cast(torch.Tensor, model(pixel_values=picture, **inputs).text_embeds[0])
 
-    def of_picture(inputs: Inputs) -> torch.Tensor:
+    def picture_vectors(inputs: Inputs) -> torch.Tensor:
         return cast(torch.Tensor, model(input_ids=token, **inputs).image_embeds[0])
 
     return [
-        Graph(TEXT_FILE, axes, "text_embeds", TextTower(model), of_text, facts=facts),
+        Graph(TEXT_FILE, axes, "text_embeds", TextTower(model), text_vectors, facts=facts),
         Graph(
             PICTURE_FILE,
             {"pixel_values": ("batch", *picture_shape(config))},
             "image_embeds",
             PictureTower(model),
-            of_picture,
+            picture_vectors,
             facts=facts,
         ),
     ]
