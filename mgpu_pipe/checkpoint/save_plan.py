@@ -59,20 +59,18 @@ def plan_files(by_rank: Sequence[Sequence[ShardRecord]]) -> dict[str, dict[str, 
     types: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
     for rank, records in enumerate(by_rank):
         for record in records:
+            tensor = f"{record.kind} tensor {record.tensor_slice.name}"
             tensor_type = (record.global_shape, record.dtype)
             known = types.setdefault((record.kind, record.tensor_slice.name), tensor_type)
             if known != tensor_type:
                 raise CheckpointSaveError(
-                    f"{record.kind} tensor {record.tensor_slice.name}: rank {rank} has {_describe(tensor_type)}, "
-                    f"another rank {_describe(known)}"
+                    f"{tensor}: rank {rank} has {_describe(tensor_type)}, another rank {_describe(known)}"
                 )
             if record.tensor_slice.volume == 0 and 0 not in record.global_shape:
                 continue
             ranks = holders.setdefault((record.kind, record.tensor_slice), [])
             if ranks and ranks[-1] == rank:  # ranks come in order
-                raise CheckpointSaveError(
-                    f"{record.kind} tensor {record.tensor_slice.name}: rank {rank} lists {record.tensor_slice.key} twice"
-                )
+                raise CheckpointSaveError(f"{tensor}: rank {rank} lists {record.tensor_slice.key} twice")
             ranks.append(rank)
     writers = _deal(holders, {key: ITEM_BYTES[dtype] for key, (_, dtype) in types.items()}, len(by_rank))
     tiles: dict[tuple[str, str], list[tuple[TensorSlice, str]]] = {key: [] for key in types}
