@@ -45,7 +45,7 @@ class MeshStrategy(EngineStrategy):
     Args:
         dims: the sizes of every axis.
         device: this process's device.
-        options: how the model is split over them.
+        options: how the model is cut over them.
         engine_options: see :class:`~mgpu_pipe.training.strategy.EngineOptions`.
     """
 
@@ -60,7 +60,7 @@ class MeshStrategy(EngineStrategy):
     ) -> None:
         super().__init__(dims, device, **engine_options)
         self._options = options or ParallelOptions()
-        self._split: ParallelModel | None = None
+        self._parallel_model: ParallelModel | None = None
         self._loss_scale = LossScale() if self._options.precision == "fp16" else None
 
     @classmethod
@@ -103,7 +103,7 @@ class MeshStrategy(EngineStrategy):
         """Let the optimizer see whole matrices where ranks hold parts of them. A collective call."""
         if self.dims.dp_shard * self.dims.cp * self.dims.tp == 1:
             return
-        ranks = self.split.meshes.group("replica")
+        ranks = self.parallel_model.meshes.group("replica")
         optimizer.cut = [
             WholeMatrices(self.objective.model, group["params"], ranks, self._device)
             for group in optimizer.param_groups
@@ -115,30 +115,30 @@ class MeshStrategy(EngineStrategy):
     def parallelise(self, model: torch.nn.Module) -> None:
         """Split ``model`` over the mesh, then fill its parameters, each rank its own parts. A collective call."""
         assert model is self.objective.model
-        if self._split is not None:
+        if self._parallel_model is not None:
             return  # by an earlier fit or validation
-        self._split = ParallelModel(self.objective, self.dims, self._device, self._options, self._materialise)
+        self._parallel_model = ParallelModel(self.objective, self.dims, self._device, self._options, self._materialise)
 
     @property
-    def split(self) -> ParallelModel:
-        assert self._split is not None, "the model is split once training is set up"
-        return self._split
+    def parallel_model(self) -> ParallelModel:
+        assert self._parallel_model is not None, "the model is parallel once training is set up"
+        return self._parallel_model
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def begin_step(self, step_batch: StepBatch) -> list[MicroBatch]:
         if self._dropout_seed is not None:
             self._seed(self._dropout_seed, step_batch.step)
-        self.split.step_gradients.begin()
-        return [self.split.part_of(micro_batch) for micro_batch in step_batch.micro_batches]
+        self.parallel_model.step_gradients.begin()
+        return [self.parallel_model.part_of(micro_batch) for micro_batch in step_batch.micro_batches]
 
     def forward_backward(self, parts: Sequence[MicroBatch], step_batch: StepBatch) -> torch.Tensor | None:
-        split = self.split
+        parallel_model = self.parallel_model
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
-        if split.pipeline is not None:
+        if parallel_model.pipeline is not None:
             # The micro-batches of a pipeline are under way together, so no stop comes between two of them.
-            loss_sum = split.pipeline.run_step_batch(parts, step_batch.loss_divisor, scale)
-            activations = split.pipeline.activation_bytes()
+            loss_sum = parallel_model.pipeline.run_step_batch(parts, step_batch.loss_divisor, scale)
+            activations = parallel_model.pipeline.activation_bytes()
             if activations is not None:
                 self._memory["activations"] = activations
             return loss_sum
@@ -147,7 +147,7 @@ class MeshStrategy(EngineStrategy):
         for index, part in enumerate(parts):
             if self.micro_batch_stop.should_leave(index, len(parts)):
                 return None
-            split.begin_backward(last=index == len(parts) - 1)
+            parallel_model.begin_backward(last=index == len(parts) - 1)
             loss = self._forward(part)
             loss.backward(torch.full_like(loss, scale / step_batch.loss_divisor))
             loss_sum += loss.detach()
@@ -158,36 +158,36 @@ class MeshStrategy(EngineStrategy):
             step_seed(seed, step, place)
             for place in (self.dims.randomness_rank(self.global_rank), self.dims.own_randomness_rank(self.global_rank))
         )
-        if self.split.streams is None:
+        if self.parallel_model.streams is None:
             torch.manual_seed(shared)
         else:
-            self.split.streams.begin(shared, per_rank)
+            self.parallel_model.streams.begin(shared, per_rank)
 
     def _forward(self, part: MicroBatch) -> torch.Tensor:
         """The loss of a micro-batch's part; the first one's activations are measured."""
         if "activations" in self._memory or self._options.compile_model:
-            return self.split.forward(part)
+            return self.parallel_model.forward(part)
         with ForwardMeter(self._device) as meter:
-            loss = self.split.forward(part)
-        gathered = gathered_bytes(self.objective.model) if self.split.sharded is not None else 0
+            loss = self.parallel_model.forward(part)
+        gathered = gathered_bytes(self.objective.model) if self.parallel_model.sharded is not None else 0
         self._memory["activations"] = max(0, meter.left_bytes() - gathered)
         return loss
 
     def reduce_gradients(
         self, loss_sum: torch.Tensor, votes: StepVotes, step_batch: StepBatch
     ) -> tuple[float, float, StepVotes]:
-        return self.split.end_step(loss_sum, votes, step_batch)
+        return self.parallel_model.end_step(loss_sum, votes, step_batch)
 
     def unscale(self, gradient_norm: float, step_batch: StepBatch) -> tuple[float, bool]:
         if "gradients" not in self._memory:
-            gradients = (p.grad for p in self.split.parameters if p.grad is not None)
+            gradients = (p.grad for p in self.parallel_model.parameters if p.grad is not None)
             self._memory["gradients"] = storage_bytes(gradients, self._device.type)
         if self._loss_scale is None:
             return gradient_norm, True
         gradient_norm /= self._loss_scale.value
         finite = gradient_norm - gradient_norm == 0.0
         if finite:
-            scale_gradients(self.split.parameters, 1.0 / self._loss_scale.value)
+            scale_gradients(self.parallel_model.parameters, 1.0 / self._loss_scale.value)
         try:
             self._loss_scale.update(finite)
         except OverflowError:
@@ -195,30 +195,32 @@ class MeshStrategy(EngineStrategy):
         return gradient_norm, finite
 
     def drop_gradients(self) -> None:
-        self.split.step_gradients.drop()
+        self.parallel_model.step_gradients.drop()
 
     def clip(self, gradient_norm: float) -> None:
         if self._max_norm is not None:
-            clip_gradients(self.split.parameters, gradient_norm, self._max_norm)
+            clip_gradients(self.parallel_model.parameters, gradient_norm, self._max_norm)
 
     def zero_gradients(self) -> None:
-        self.split.step_gradients.zero()
+        self.parallel_model.step_gradients.zero()
 
     @torch.no_grad()
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
-        split, micro_batches = self.split, step_batch.micro_batches
-        if split.shards or isinstance(self.objective, FeatureGatherer) or self.objective.gathers:
+        parallel_model, micro_batches = self.parallel_model, step_batch.micro_batches
+        if parallel_model.shards or isinstance(self.objective, FeatureGatherer) or self.objective.gathers:
             micro_batches = self._as_many_as_any(micro_batches)
-        if split.pipeline is not None:
-            total = split.pipeline.run_evaluation([split.part_of(micro_batch) for micro_batch in micro_batches])
+        if parallel_model.pipeline is not None:
+            total = parallel_model.pipeline.run_evaluation(
+                [parallel_model.part_of(micro_batch) for micro_batch in micro_batches]
+            )
         else:
-            parts = [split.part_of(micro_batch) for micro_batch in micro_batches]
+            parts = [parallel_model.part_of(micro_batch) for micro_batch in micro_batches]
             gather_features(self.objective, parts, len(step_batch.micro_batches), self)
             total = torch.zeros((), dtype=torch.float64, device=self._device)
             for part in parts:
-                total = total + split.evaluate(part)
-        split.settle()
-        return total if split.counts_its_loss else torch.zeros_like(total)
+                total = total + parallel_model.evaluate(part)
+        parallel_model.settle()
+        return total if parallel_model.counts_its_loss else torch.zeros_like(total)
 
     def _as_many_as_any(self, micro_batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Pad with empty micro-batches until ranks have equally many: a forward pass gathers from all ranks."""
@@ -232,26 +234,26 @@ class MeshStrategy(EngineStrategy):
 
     @property
     def counts_its_samples(self) -> bool:
-        return self.split.counts_its_loss
+        return self.parallel_model.counts_its_loss
 
     def needed_fields(self) -> tuple[str, ...]:
-        return self.split.fields
+        return self.parallel_model.fields
 
     def known_on_host(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        return self.split.known_on_host(micro_batch)
+        return self.parallel_model.known_on_host(micro_batch)
 
     def step_metrics(self) -> dict[str, float]:
-        return self.split.step_metrics()
+        return self.parallel_model.step_metrics()
 
     def sampling_forward(self) -> SamplingForward | None:
-        pipeline = self.split.pipeline
+        pipeline = self.parallel_model.pipeline
         if pipeline is None:
             return None
         config = cast(Any, self.objective.model).config
         return SamplingForward(partial(pipeline_forward, pipeline, self.objective), can_cache_stages(config))
 
     def settle(self) -> None:
-        self.split.settle()
+        self.parallel_model.settle()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -277,7 +279,7 @@ class MeshStrategy(EngineStrategy):
         micro-batches that a stage holds at once. They are unknown where blocks are compiled. Gradients are those after
         the first step batch.
         """
-        self.split.settle()
+        self.parallel_model.settle()
         kind = self._device.type
         states = [v for optimizer in self.optimizers for state in optimizer.state.values() for v in state.values()]
         return {

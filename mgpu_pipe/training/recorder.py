@@ -30,8 +30,8 @@ from mgpu_pipe.training.step import StepTimes
 GIB = 1 << 30
 TOKENS = "tokens/"
 """Prefix of the metric that counts a source's tokens since the run's first step."""
-# Steps whose time is not counted in the run's throughput: allocator, kernels and caches warm up.
 WARM_UP_STEPS = 2
+"""Steps whose time does not count in the run's throughput: allocator, kernels and caches warm up."""
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -47,14 +47,15 @@ class StepRecorder(pl.Callback):
     Args:
         max_steps: the run's last (one-based) step.
         start_step: steps done before this attempt.
+        save_last: whether to save the last step.
         writer, progress: on rank 0 only, None elsewhere.
-        own_writer: of this rank's own file, where there are several.
+        own_writer: writes this rank's own file, where there are several ranks.
         ranked: metrics that a step's checkpoint keeps.
-        model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
-        tasks: measured at every evaluation, on every rank; gives their metrics.
+        model_flops_utilisation: computes MFU from tokens/s; None where the device's peak is not known.
+        tasks: measures the tasks at every evaluation, on every rank; returns their metrics.
         sample: called after each closed step, on every rank; its time is not the step's.
-        weights: loaded before the first step.
-        source_tokens: of a mixture, from a step's first sample and their number to the tokens of each source.
+        weights: the weights to load before the first step.
+        source_tokens: counts a mixture's tokens by source, from a step's first sample and the number of its samples.
         begins: called before the first step.
     """
 
@@ -204,49 +205,51 @@ class StepRecorder(pl.Callback):
         return step == self.max_steps or (every is not None and step % every == 0)
 
     def _close_step(self, trainer: pl.Trainer) -> None:
+        """Complete the row of the open step, then log, save and sample where due."""
         assert self._open is not None
         row, self._open = self._open, None
-        evaluated = self._evaluation_due(self.step) and not self.stopped
-        if evaluated and self._tasks is not None:
+        is_evaluated = self._evaluation_due(self.step) and not self.stopped
+        if is_evaluated and self._tasks is not None:
             with trainer.strategy.evaluated_weights():  # type: ignore[attr-defined]
                 row.update(self._tasks())
         self._measured = {key: row[key] for key in (*self._ranked, *self._consumed) if key in row}
         self.metrics.update(self._measured)
-        due = row["step"] % self._config.log_every_n_steps == 0 or evaluated or row["step"] == self.max_steps
-        if due:
-            row.update(trainer.strategy.step_metrics())  # type: ignore[attr-defined]
-        if due and (self._writer is not None or self._own_writer is not None or trainer.loggers):
-            peak = row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
-            if self._own_writer is not None:
-                times = {"data_s": self._times.waited, "cpu_s": self._cpu_seconds}
-                self._own_writer.append({"step": row["step"], **times, "peak_gib": peak})
-            if self._mfu is not None:
-                row["throughput/mfu"] = self._mfu(row["throughput/tokens_per_s"])
-            self._record(trainer, row)
+        if is_evaluated or self.step == self.max_steps or self.step % self._config.log_every_n_steps == 0:
+            self._log(trainer, row)
         if self._progress is not None:
             self._progress.update(
-                row["step"],
+                self.step,
                 row.get("train/loss", math.nan),
                 row["throughput/tokens_per_s"],
                 row["throughput/samples_per_s"],
                 lr=row["lr"],
                 val_loss=row.get("val/loss"),
             )
-        if self._save_due or self._checkpointer.due(row["step"]):
+        if self._save_due or self._checkpointer.due(self.step):
             self._save(trainer)
-        elif row["step"] == self._start_step + 1:
-            self._checkpointer.reserve(trainer.strategy, row["step"])  # type: ignore[arg-type]
+        elif self.step == self._start_step + 1:
+            self._checkpointer.reserve(trainer.strategy, self.step)  # type: ignore[arg-type]
         if self._sample is not None and not self.stopped:
-            log_samples(trainer.loggers, row["step"], self._sample(row["step"]))
+            log_samples(trainer.loggers, self.step, self._sample(self.step))
         self._times.start_step()  # evaluation, saving and sampling are not the step's time
 
-    def _record(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
+    def _log(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
+        """Write the row to this rank's files and loggers, with what only logged steps measure. A collective call."""
+        row.update(trainer.strategy.step_metrics())  # type: ignore[attr-defined]
+        if self._writer is None and self._own_writer is None and not trainer.loggers:
+            return
+        peak = row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
+        if self._own_writer is not None:
+            times = {"data_s": self._times.waited, "cpu_s": self._cpu_seconds}
+            self._own_writer.append({"step": self.step, **times, "peak_gib": peak})
+        if self._mfu is not None:
+            row["throughput/mfu"] = self._mfu(row["throughput/tokens_per_s"])
         if self._writer is not None:
             self._writer.widen(list(row))
             self._writer.append(row)
         values = {key: value for key, value in row.items() if key != "step"}
         for logger in trainer.loggers:
-            log_metrics(logger, values, row["step"])
+            log_metrics(logger, values, self.step)
 
     def _save(self, trainer: pl.Trainer, last: bool = False) -> None:
         self._checkpointer.save(trainer.strategy, self.step, self._measured, last=last)  # type: ignore[arg-type]
