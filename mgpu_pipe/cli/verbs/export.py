@@ -21,7 +21,7 @@ from mgpu_pipe.inference.model_arguments import (
     silence_transformers,
 )
 from mgpu_pipe.inference.model_card import push_folder, push_target, write_card
-from mgpu_pipe.inference.open import open_model
+from mgpu_pipe.inference.open import StoredModel, open_model
 from mgpu_pipe.models.fields import builder_of, class_of
 from mgpu_pipe.system.local_files import expand_home, is_file
 
@@ -51,7 +51,7 @@ def export(argv: Sequence[str]) -> int:
     parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
     arguments = parse_arguments(parser, argv)
     _choose_format(arguments)
-    {"gguf": _export_gguf, "onnx": _export_onnx}.get(arguments.format, _export)(arguments)
+    {"gguf": _export_gguf, "onnx": _export_onnx}.get(arguments.format, _export_folder)(arguments)
     return EXIT_OK
 
 
@@ -68,6 +68,10 @@ def _choose_format(arguments: argparse.Namespace) -> None:
         raise BadInputError("--compare-dtypes: is for --format gguf; add it, or leave this out")
     if arguments.format == "onnx" and arguments.dtype == "bf16":
         raise BadInputError("--dtype=bf16: onnxruntime computes it on few devices; use --dtype fp32 or fp16")
+    if arguments.private and arguments.push is None:
+        raise BadInputError("--private: makes no sense without --push; leave it out")
+    if arguments.push is not None and arguments.format == "peft":
+        raise BadInputError("--push: takes whole models only; use --merge instead of --format peft")
     is_file = arguments.format in ("gguf", "onnx")
     if is_file and (arguments.push is not None or arguments.max_shard_size is not None):
         raise BadInputError(
@@ -124,53 +128,50 @@ def _print_accuracies(accuracies: Sequence[Accuracy]) -> None:
         print_line(f"{row.dtype:<8}{row.nbytes / 1e6:>10.1f}{perplexity:>14}{row.error:>18.1e}")
 
 
-def _export(arguments: argparse.Namespace) -> None:
+def _export_folder(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export_folder import check_target, export_folder
 
     folder, out = folder_of(arguments), expand_home(arguments.out)
     check_target(out, arguments.force)
-    if arguments.private and arguments.push is None:
-        raise BadInputError("--private: makes no sense without --push; leave it out")
-    apart = arguments.format == "peft"
-    if arguments.push is not None and apart:
-        raise BadInputError("--push: takes whole models only; use --merge instead of --format peft")
     target = None if arguments.push is None else push_target(arguments.push)
     model_files = find_model(folder)
     silence_transformers()
     from mgpu_pipe.inference.model_folder import has_adapters
 
     run = open_model(model_files, arguments.frozen_weights, arguments.weights == "ema")
-    average = "the average of " if arguments.weights == "ema" else ""
-    option = "--format peft" if apart else "--merge" if arguments.merge else None
-    if option is not None and not has_adapters(run):
+    adapters_alone, adapts = arguments.format == "peft", has_adapters(run)
+    if not adapts and (adapters_alone or arguments.merge):
+        option = "--format peft" if adapters_alone else "--merge"
         raise BadInputError(f"{option}: {run.source} has no adapters; leave the option out")
-    merges = has_adapters(run) and not apart
-    out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size, apart)
-    if apart:
+    out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size, adapters_alone)
+    if adapters_alone:
         print_line(f"exported the adapters of {run.source} to {out} ({arguments.dtype})")
-        print_line(
-            f'load it: peft.PeftModel.from_pretrained(base, "{out}"), where base is {run.maker or "its base model"}'
-        )
+        base = run.maker or "its base model"
+        print_line(f'load it: peft.PeftModel.from_pretrained(base, "{out}"), where base is {base}')
     else:
-        what = "adapters merged; " if merges else ""
-        print_line(
-            f"exported {average}{run.source} to {out} ({arguments.dtype}; {what}logits compared after loading it again)"
-        )
+        average = "the average of " if arguments.weights == "ema" else ""
+        how = f"{arguments.dtype}; {'adapters merged; ' if adapts else ''}logits compared after loading it again"
+        print_line(f"exported {average}{run.source} to {out} ({how})")
         loader = builder_of(run.model.config.model_type, class_of([type(run.model).__name__]))
         print_line(f'load it: transformers.{loader}.from_pretrained("{out}")')
-    hears_alone = (
-        run.model.main_input_name == "input_features" and not run.model.can_generate()
-    )  # names text all the same
-    if run.tokenizer_folder is None and "text" in run.model.input_modalities and not hears_alone:
-        print_line("the run has no tokenizer; add the one that it was trained with")
-    elif run.tokenizer_folder is not None:
-        _print_ids_without_rows(run.tokenizer_folder, run.model.config)
+    _print_tokenizer_notes(run)
     if target is not None:
         write_card(run, out, target.repository, arguments.dtype, asks_hub=True)
         step = "" if run.step is None else f" of step {run.step}"
         address = push_folder(out, target, arguments.private, f"Model{step}, exported by mgpu_pipe {__version__}")
         print_line(f"pushed {out} to {address}")
         print_line(f"train on: mgpu-pipe model=hf model.path={target.repository}")
+
+
+def _print_tokenizer_notes(run: StoredModel) -> None:
+    """Print a note where a model of texts has no tokenizer, or its tokenizer has more ids than it has rows."""
+    if run.tokenizer_folder is not None:
+        _print_ids_without_rows(run.tokenizer_folder, run.model.config)
+        return
+    # A speech encoder without a decoder names text among its inputs all the same.
+    only_hears = run.model.main_input_name == "input_features" and not run.model.can_generate()
+    if "text" in run.model.input_modalities and not only_hears:
+        print_line("the run has no tokenizer; add the one that it was trained with")
 
 
 def _print_ids_without_rows(tokenizer_folder: Path, config: Any) -> None:
