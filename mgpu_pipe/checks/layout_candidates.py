@@ -150,6 +150,7 @@ def _schedules(
 
 
 def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
+    """Sizes of each axis, and schedules, that the model and the objective allow on ``gpus`` GPUs."""
     data, objective = config.data, config.objective
     model_type, sequence = str(fields["model_type"]), data.seq_len
     refused, family = description(objective.name).refused_axes, family_of(model_type)

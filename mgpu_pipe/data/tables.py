@@ -106,7 +106,7 @@ def row_lines(
         return parquet_lines(path, expected, keep)
     if suffix := table_suffix(path):
         return _separated(path, expected, suffix == ".tsv", nested)
-    return _json(path, expected)
+    return _json_rows(path, expected)
 
 
 _LISTS = ("data", "rows", "examples", "conversations")
@@ -114,7 +114,8 @@ _LISTS = ("data", "rows", "examples", "conversations")
 _LIST_START = re.compile(rf'\{{.*"(?:{"|".join(_LISTS)})"\s*:\s*\[')
 
 
-def _json(path: Path, expected: Fingerprint | None) -> RowLines:
+def _json_rows(path: Path, expected: Fingerprint | None) -> RowLines:
+    """Yields the rows of JSON Lines, of a JSON list, of objects one after another, or of the only object's list."""
     lines = files.read_lines(path, expected)
     first, second = next(lines), next(lines, None)
     start = first[0].strip()
@@ -125,6 +126,11 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
         yield first
         yield from () if second is None else (second, *lines)
         return
+    yield from _rows_of_whole_json(path, expected)
+
+
+def _rows_of_whole_json(path: Path, expected: Fingerprint | None) -> RowLines:
+    """Yields the rows of a JSON file that is no JSON Lines; its whole text is in memory."""
     text = files.decode(files.read_bytes(path, expected), str(path)).removeprefix("\ufeff")
     size, decoder = check_readable(path), json.JSONDecoder(parse_constant=files.refuse_constant)
     offset, number, listed = _past(text, 0, " \t\r\n"), 0, text.lstrip()[:1] == "["

@@ -154,10 +154,15 @@ def read_weights(source: Path, trust: bool, scratch: Path) -> dict[str, torch.Te
     files = weight_files(source, trust)
     if files is None:
         return _read_deepspeed(source, scratch)
-    return {name: tensor for file in files for name, tensor in _read_file(file).items()}
+    return {name: tensor for file in files for name, tensor in _read_state_dict(file).items()}
 
 
-def _read_file(file: Path) -> dict[str, torch.Tensor]:
+def _read_state_dict(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a torch checkpoint by name, read without running its pickle's code.
+
+    Raises:
+        BadInputError: the file needs such code, is damaged, or has no state_dict of plain tensors.
+    """
     import torch
 
     loaded: Any
@@ -211,7 +216,7 @@ def _read_deepspeed(source: Path, scratch: Path) -> dict[str, torch.Tensor]:
     files = [CONVERTED]
     if is_file(index):
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    return {name: tensor for file in files for name, tensor in _read_file(scratch / Path(file).name).items()}
+    return {name: tensor for file in files for name, tensor in _read_state_dict(scratch / Path(file).name).items()}
 
 
 def _reason(error: object) -> str:

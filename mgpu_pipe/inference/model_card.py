@@ -96,6 +96,11 @@ def _loading(stored: StoredModel, name: str, format: Format) -> list[str]:
 def _training_rows(
     stored: StoredModel, base: HubName | None, data: list[HubName], asks_hub: bool
 ) -> list[tuple[str, str]]:
+    """Names and values of the card's table: how the model was trained, and its metrics at this step.
+
+    Args:
+        asks_hub: whether to ask the Hub for the licences of model and data.
+    """
     paths, config = RunPaths(stored.source.parents[1]), stored.config
     assert config is not None
     summary = read_summary(paths)

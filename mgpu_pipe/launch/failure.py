@@ -148,7 +148,7 @@ def first_failure(
         stood_still: ranks that were stopped (SIGSTOP) at the first failure.
     """
     failures = [
-        _read(paths, end, attempt)
+        _read_failure(paths, end, attempt)
         for end in exits
         if end.error or paths.rank_error(end.rank).exists() or not (end.code in (0, 75) or end.rank in killed_by_us)
     ]
@@ -212,7 +212,8 @@ def _place(frame: str) -> str:
     return frame.strip().removeprefix("File ").replace('", line ', ":").replace('"', "").replace(" in ", ", ")
 
 
-def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
+def _read_failure(paths: RunPaths, end: Exit, attempt: int) -> Failure:
+    """The failure that a rank recorded; without a record, what its exit code and the end of its log say."""
     log = paths.rank_log(end.rank)
     path = paths.rank_error(end.rank)
     text_record = path.read_text(encoding="utf-8") if path.exists() else end.error

@@ -116,6 +116,10 @@ class WorkerGroup:
         return store
 
     def _start(self, plan: WorkerPlan, rank: int, store: Store | None) -> None:
+        """Start a worker: forked from the server, or as a new process.
+
+        It inherits a pipe that closes with this launcher, a pipe for its error, and ``store`` if it serves it.
+        """
         read_fd, write_fd = os.pipe()
         parent_death.keep_from_forks(write_fd)
         self._lifelines[rank] = write_fd

@@ -120,7 +120,7 @@ def enumerate_layouts(model: Work, world: int, samples: int, allowed: AllowedSiz
         model: see :func:`mgpu_pipe.planning.model_work.model_work`.
         samples: ``data.global_batch_size``.
     """
-    rows = list(_layouts(model, world, samples, allowed))
+    rows = list(_fitting_layouts(model, world, samples, allowed))
     columns = np.array(rows, dtype=np.float64).reshape(-1, 12).T
     tp, pp, cp, ep, dp_shard, dp_replicate, schedule, stages, micro, batches, mode, ulysses = columns
     full, selective = mode == CHECKPOINTING.index("full"), mode == CHECKPOINTING.index("selective")
@@ -280,7 +280,7 @@ def _layers_of_stages(layers: int, stages: int, head: float) -> list[int]:
     return [*[each] * (stages - 1 - more), *[each + 1] * more, last]
 
 
-def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> Iterator[tuple[int, ...]]:
+def _fitting_layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> Iterator[tuple[int, ...]]:
     modes, no_mode = [CHECKPOINTING.index(mode) for mode in allowed.checkpointing], [CHECKPOINTING.index("none")]
     numbers = {name: number for number, name in enumerate(SCHEDULES)}
     unused = (("1f1b", 1),)

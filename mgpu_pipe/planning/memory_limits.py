@@ -157,8 +157,8 @@ def fitting_changes(config: RunConfig, machine: Machine) -> Iterator[tuple[str, 
     Kinds that keep the result come first: recomputation, smaller micro-batches, sharding, offload, more nodes; then a
     shorter optimizer state and adapters.
     """
-    for kind in _kinds(config, machine):
-        for words in kind:
+    for changes in _changes_by_kind(config, machine):
+        for words in changes:
             try:
                 changed = with_overrides(config, words)
                 plan = memory_by_rank(changed)
@@ -175,26 +175,30 @@ def _fits(plan: MemoryPlan, trainer: TrainerConfig, strategy: StrategyConfig, ma
     return fits_host and plan.high <= _share(trainer, strategy, machine)
 
 
-def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
+def _changes_by_kind(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
+    """For each kind of change the lists of overrides to try, cheapest first.
+
+    Sharding and all later kinds are tried alone, then with recomputation, with the smallest micro-batch, with both.
+    """
     strategy, on_gpus = config.strategy, machine.gpus is not None
     recompute = [f"strategy.activation_checkpointing={mode}" for mode in ("selective", "full")]
     recompute = recompute[("none", "selective", "full").index(strategy.activation_checkpointing) :]
-    smaller = [
+    smaller_batches = [
         [f"data.micro_batch_size={size}"]
         for size in _smaller_micro_batches(config.data, config.trainer, config.strategy)
     ]
-    lighter: list[list[str]] = [[], *([word] for word in recompute), *smaller[-1:]]
-    lighter += [[recompute[-1], *smaller[-1]]] if recompute and smaller else []
+    lighter: list[list[str]] = [[], *([word] for word in recompute), *smaller_batches[-1:]]
+    lighter += [[recompute[-1], *smaller_batches[-1]]] if recompute and smaller_batches else []
     shards = _sharding(config.trainer, config.strategy)
     yield [[word] for word in recompute]
-    yield smaller
+    yield smaller_batches
     yield lighter[-1:] if len(lighter) > 3 else []
     if shards is not None:
         yield [[*shards, *light] for light in lighter]
     dims = ParallelDims.from_config(config.trainer, strategy)
-    several = dims.world_size > 1 and not dims.uses_model_axes
+    only_data_parallel = dims.world_size > 1 and not dims.uses_model_axes
     is_adam = config.optimizer._target_.rpartition(".")[2] in ("Adam", "AdamW")
-    if on_gpus and several and strategy.offload == "none" and strategy.engine == "mesh":
+    if on_gpus and only_data_parallel and strategy.offload == "none" and strategy.engine == "mesh":
         yield [[*(shards or []), "strategy.offload=cpu", *light] for light in lighter]
     takes_zero = is_adam and config.model.compile is not True and config.precision.name in ("auto", "fp32", "bf16")
     # FSDP of one process gathers all weights at once, offloaded ones too.

@@ -262,6 +262,13 @@ def _table(
     settings: dict[str, list[str]],
     links: Sequence[str],
 ) -> dict[str, Any]:
+    """Columns and rows of the table of trials, a cell with its text, its sort key and its style.
+
+    Args:
+        minimize: for each of ``metrics`` whether a lower value is better.
+        settings: each overridden key with its value in every run.
+        links: address of each run's page.
+    """
     why = ["why"] if any(point.reason for point in runs) else []
     columns = ["run", "status", *metrics, *settings, "step", "time", *why]
     best = {

@@ -260,6 +260,7 @@ def _build_checkpointer(
     source: CheckpointReader | None,
     start: RunStart,
 ) -> Checkpointer:
+    """The checkpointer, with the entries of ``state.json`` that are equal at every step of the attempt."""
     config = attempt.config
     best = metric_of(config.objective, config.eval, config.checkpoint.best_metric)
     return Checkpointer(

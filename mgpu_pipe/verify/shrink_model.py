@@ -223,6 +223,7 @@ def in_fewer_layers(patterns: list[str], layers: int) -> list[str]:
 
 
 def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
+    """Fields of the small model's width and heads: about :data:`WIDTH`, with as many heads as ``dims`` needs."""
     heads = int(fields.get("num_attention_heads") or 1)
     key_value = int(fields.get("num_key_value_heads") or fields.get("num_kv_heads") or heads)
     cut = dims.tp * dims.cp if key_value % (dims.tp * dims.cp) == 0 else dims.tp

@@ -127,7 +127,7 @@ def decode(raw: bytes, channels: int) -> Image:
         _load(image)
         turned = turned_by(image)
         upright = image if turned is None else image.transpose(image_module.Transpose[turned])
-        return _plain(upright, channels, image_module)
+        return _in_8_bits(upright, channels, image_module)
 
 
 def _frames_in(image: Any) -> int:
@@ -185,7 +185,12 @@ def _read_as_tiff_states(image: Any, values: Any) -> tuple[Any, int]:
     return most - values if meaning == _WHITE_IS_ZERO else values, most
 
 
-def _plain(image: Any, channels: int, image_module: Any) -> Image:
+def _in_8_bits(image: Any, channels: int, image_module: Any) -> Image:
+    """The picture in sRGB with 8 bits in each of ``channels``, on white where it is transparent.
+
+    Raises:
+        BadSampleError: its values have more than 16 bits or no known range.
+    """
     import numpy as np
 
     profile, key = image.info.get("icc_profile"), image.info.get("transparency")

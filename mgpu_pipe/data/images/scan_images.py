@@ -162,15 +162,23 @@ def _build_files(
     progress: Progress,
     out: Path,
 ) -> dict[str, Any]:
+    """Decode the listed pictures, and write files, hashes and labels of the good ones to ``out``.
+
+    Args:
+        prints_of: the fingerprint of each entry's file; None where it cannot be read.
+        faults: reasons to leave an entry out that are known before decoding; empty for the others.
+
+    Returns:
+        The entries of the cache folder's manifest.
+    """
     looks = {
         (entry.path, entry.part.offset if entry.part else None): known
         for entry, known, fault in zip(listed, prints_of, faults, strict=True)
         if known is not None and not fault
     }
-    work = partial(_fault, channels=channels)
     seen = scan_in_order(
         [(*look, known) for look, known in looks.items()],
-        work,
+        partial(_fault, channels=channels),
         data.tokenize_workers,
         progress,
         "look",

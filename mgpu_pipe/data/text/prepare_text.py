@@ -218,10 +218,10 @@ def prepare_opened(opened: OpenedSource, tokenizer: TokenizerInfo, cache: Path, 
         validation = pack(folder, "validation", data.validation_fraction)
     if validation is not None and not validation.valid_tokens:
         validation = None
-    return _summary(data, packed, folder, tokenizer, train, validation)
+    return _describe_splits(data, packed, folder, tokenizer, train, validation)
 
 
-def _summary(
+def _describe_splits(
     data: DataConfig,
     packed: str,
     folder: Path,
@@ -229,6 +229,7 @@ def _summary(
     train: SplitFiles,
     validation: SplitFiles | None,
 ) -> PreparedData:
+    """The prepared data of both splits: where their files lie, and the counts of their samples, tokens and faults."""
     evaluated, perplexity, held_tokens, held_bytes = 0, None, 0, 0
     if validation is not None:
         evaluated = min(validation.samples, data.validation_max_samples or validation.samples)

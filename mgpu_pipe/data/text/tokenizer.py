@@ -95,7 +95,7 @@ def resolve_tokenizer(
         info = _built(cache, name, lambda out: tokenizer_train.write_number_tokenizer(size, out))
     else:
         size = trained_vocab_size(model, data, objective, special)
-        info = _trained(size, sources, template, cache, progress)
+        info = _train_tokenizer(size, sources, template, cache, progress)
     _check_fits(model, data, objective, info)
     return info
 
@@ -308,13 +308,18 @@ def _add_tokens(data: DataConfig, source: Path, file: Path, special: Sequence[st
         tokenizer.save(str(file))
 
 
-def _trained(
+def _train_tokenizer(
     size: int,
     sources: Sequence[tuple[DataConfig, Source]],
     template: ChosenTemplate | None,
     cache: Path,
     progress: Progress,
 ) -> TokenizerInfo:
+    """Trains a byte-level BPE of ``size`` entries on the training texts of ``sources``, or finds it in the cache.
+
+    Raises:
+        ConfigError: a source gives token ids, or conversations without a template.
+    """
     for data, source in sources:
         if source.kind == "tokens":
             fix = "give the folder of the tokenizer that the ids come from"

@@ -33,13 +33,17 @@ def main(folder: Path, again: Sequence[str] = ()) -> int:
     from mgpu_pipe.errors import MgpuError, print_error
 
     try:
-        return _run(folder, again)
+        return _check_and_launch(folder, again)
     except MgpuError as error:
         print_error(error)
         return error.exit_code
 
 
-def _run(folder: Path, again: Sequence[str]) -> int:
+def _check_and_launch(folder: Path, again: Sequence[str]) -> int:
+    """Check this node, its links and the configuration, then launch the run on it; returns the exit code.
+
+    A node that cannot run the job is excluded, and the job is queued again.
+    """
     from mgpu_pipe.checks.preflight import preflight
     from mgpu_pipe.config.freeze import load
     from mgpu_pipe.config.paths import RunPaths

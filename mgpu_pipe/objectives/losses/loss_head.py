@@ -70,7 +70,7 @@ class TokenLoss:
 
     def sum(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """Sum of the cross-entropies of one forward pass, a float64 scalar."""
-        return self._sums(inputs, labels)[0]
+        return self._run_model(inputs, labels)[0]
 
     def sums(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """Sum of the cross-entropies, and number of right predictions; float64, (2,)."""
@@ -82,7 +82,7 @@ class TokenLoss:
         if self._head is not None:
             self._head.counts_correct = True
         try:
-            loss, right = self._sums(inputs, labels)
+            loss, right = self._run_model(inputs, labels)
         finally:
             if self._head is not None:
                 self._head.counts_correct = False
@@ -109,17 +109,18 @@ class TokenLoss:
         if self._head is not None:
             self._head.compute = head_loss
         try:
-            return self._sums(inputs, labels, logits_loss)[0]
+            return self._run_model(inputs, labels, logits_loss)[0]
         finally:
             if self._head is not None:
                 self._head.compute = linear_cross_entropy
 
-    def _sums(
+    def _run_model(
         self,
         inputs: Mapping[str, Any],
         labels: torch.Tensor,
         logits_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = logits_cross_entropy,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Loss of a forward pass, and the mask of right predictions; None if the head was not asked for them."""
         if self._head is None or not self._head.applies:
             logits = self._model(**inputs).logits
             wanted = labels.reshape(logits.shape[:-1])
@@ -144,7 +145,7 @@ class TokenLoss:
                 type(self._model).__name__.removeprefix("FSDP"),
             )
         self._head = None
-        return self._sums(inputs, labels, logits_loss)
+        return self._run_model(inputs, labels, logits_loss)
 
 
 def _same_values(returned: torch.Tensor, loss: torch.Tensor) -> bool:

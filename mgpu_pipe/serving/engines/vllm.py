@@ -49,6 +49,7 @@ def _check(fields: Mapping[str, Any], is_on_gpu: bool) -> None:
 
 
 def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
+    """Words and environment that start vLLM; BadInputError for adapters that it cannot take."""
     sizes = request.sizes
     words = [
         *("serve", str(request.folder), "--served-model-name", request.name),
