@@ -98,6 +98,8 @@ _LEFT_OUT = {
     "encodings",  # tables of character names: a megabyte unlike text
 }
 FIX = "correct or remove it"
+TOKEN_IDS = "input_ids"
+"""Column of token ids in rows that another program tokenised."""
 LONGEST_LINE = 256 << 20
 """Largest line in bytes: tokenising holds several copies of it."""
 LONGEST_NAME = 40
@@ -364,6 +366,8 @@ def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> D
         fix = f"its columns are set apart by {other!r}: write commas"
     elif _TABLE_ROW.search(where) and any(len(name) > LONGEST_NAME or name.isdecimal() for name in there):
         return DataError(f"{where}: the first line of this table names no columns; put a line of names above it")
+    elif TOKEN_IDS in there:
+        fix = f"rows of token ids ({TOKEN_IDS}) are not read: give their texts, or write a data source that yields ids"
     else:
         fix = f"set {key} to one that is there: {', '.join(there) or 'none'}"
     return DataError(f"{where}: has no column '{column}'; {fix}")

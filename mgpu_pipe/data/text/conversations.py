@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from mgpu_pipe.data.files import FIX, missing_column
+from mgpu_pipe.data.files import FIX, TOKEN_IDS, missing_column
 from mgpu_pipe.data.text.foreign_messages import (
     GEMINI,
     foreign_text,
@@ -18,6 +18,7 @@ from mgpu_pipe.data.text.foreign_messages import (
     row_of_gemini,
     standard_role,
     usual_messages,
+    with_lists,
 )
 from mgpu_pipe.errors import DataError
 
@@ -198,19 +199,18 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
     if form == "alpaca":
         return _checked(system_before(_alpaca(row, origin), row, origin), "instruction", origin)
     if form == "prompt_completion":
+        row = with_lists(row, sides_of(row), (), origin)
         return _checked(system_before(_completion(row, origin), row, origin), "prompt", origin)
     if column not in row and form == "sharegpt":
         column = SHAREGPT
     if column not in row:
-        lists = [name for name, value in row.items() if isinstance(value, list) and not _is_no_talk(value)]
-        lists = lists if column == MESSAGES else list(row)
+        lists = [name for name, value in row.items() if isinstance(value, list) and _is_talk(value)]
+        lists = lists if column == MESSAGES and TOKEN_IDS not in row else list(row)
         if lists:
             raise missing_column(origin, "data.messages_column", column, lists)
         forms = f"{SHAREGPT}, {' and '.join(ALPACA)}, or {' and '.join(COMPLETION)}"
-        there = ", ".join(row) or "none"
-        raise DataError(
-            f"{origin}: has no column '{column}' (nor {forms}); rename its columns to some of these: {there}"
-        )
+        fix = "rename its columns, or write the conversation as 'messages', each with a role and a content"
+        raise DataError(f"{origin}: has no column '{column}' (nor {forms}) but {', '.join(row) or 'none'}; {fix}")
     value = json_value(row[column])
     if isinstance(value, list) and value:
         if all(isinstance(message, str) for message in value):  # UltraChat's form
@@ -219,9 +219,10 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
     return _checked(value, column, origin)
 
 
-def _is_no_talk(value: list[Any]) -> bool:
-    """Whether a list holds other objects than messages, such as Axolotl's segments."""
-    return bool(value) and isinstance(value[0], dict) and not value[0].keys() & {"role", "from"}
+def _is_talk(value: list[Any]) -> bool:
+    """Whether a list holds messages or texts, not numbers or other objects such as Axolotl's segments."""
+    first = value[0] if value else None
+    return isinstance(first, str) or (isinstance(first, dict) and bool(first.keys() & {"role", "from"}))
 
 
 def columns_read(row: dict[str, Any], column: str, form: str = "auto") -> list[str]:
@@ -231,7 +232,7 @@ def columns_read(row: dict[str, Any], column: str, form: str = "auto") -> list[s
     if form == "alpaca":
         return [*BESIDE, *ALPACA, INPUT, HISTORY]
     if form == "prompt_completion":
-        question, answer = _sides(row)
+        question, answer = sides_of(row)
         more = [HISTORY] if isinstance(row.get(question), str) else []
         more += [INPUT, CONTEXT] if question != "prompt" else []
         return [*BESIDE, question, answer, *more]
@@ -253,10 +254,10 @@ def form_of(row: dict[str, Any], column: str, form: str = "auto") -> str:
         return "sharegpt"
     if all(name in row for name in ALPACA):
         return "alpaca"
-    return "prompt_completion" if all(name in row for name in _sides(row)) else "messages"
+    return "prompt_completion" if all(name in row for name in sides_of(row)) else "messages"
 
 
-def _sides(row: Mapping[str, Any]) -> tuple[str, str]:
+def sides_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """Names of a row's columns of the prompt and of the completion."""
     question = next((name for name in _QUESTIONS if name in row), COMPLETION[0])
     return question, next((name for name in _ANSWERS if name in row), COMPLETION[1])
@@ -269,7 +270,7 @@ def _alpaca(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
 
 
 def _completion(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
-    names = _sides(row)
+    names = sides_of(row)
     sides = history_of(row, origin) if isinstance(row.get(names[0]), str) else []
     for name, role in zip(names, ("user", "assistant"), strict=True):
         if isinstance(row.get(name), list):
@@ -303,7 +304,10 @@ def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
 
 def _message(message: object, number: int, origin: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"{origin}: message {number} is not an object with a role (user, assistant, system, tool)")
+        fields = f"; rename its fields to role and content: {', '.join(message)}" if isinstance(message, dict) else ""
+        raise DataError(
+            f"{origin}: message {number} is not an object with a role (user, assistant, system, tool){fields}"
+        )
     content = message.get("content")
     if isinstance(content, list):
         content = _joined(content, number, origin)

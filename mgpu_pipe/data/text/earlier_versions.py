@@ -21,13 +21,15 @@ from mgpu_pipe.data.text.conversations import (
     SYSTEM_PROMPT,
     TOOLS,
     first_there,
+    form_of,
     has_places,
     is_bare_tool,
     is_trained,
     joins_templates,
+    sides_of,
 )
-from mgpu_pipe.data.text.foreign_messages import json_value, standard_role
-from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, is_transcript, prompt_column, with_lists
+from mgpu_pipe.data.text.foreign_messages import json_value, standard_role, with_lists
+from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, is_transcript, prompt_column
 from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -54,14 +56,18 @@ def is_read_anew(row: dict[str, Any], column: str, kind: str) -> bool:
     before = first_there(row, (column, *PROMPTS))
     if any(map(_continues_prompt, answers)) and prompt_column(row, column) != before:
         return True
-    if kind != "chat" and (is_transcript(row.get(before or column)) or _holds_written_lists(row, column)):
+    if kind != "chat" and is_transcript(row.get(before or column)):
+        return True
+    if _holds_written_lists(row, column, kind):
         return True
     return any(map(_has_new_fields, messages))
 
 
-def _holds_written_lists(row: dict[str, Any], column: str) -> bool:
+def _holds_written_lists(row: dict[str, Any], column: str, kind: str) -> bool:
+    if kind == "chat":
+        return form_of(row, column) == "prompt_completion" and with_lists(row, sides_of(row), (), "") != row
     answers = [name for name in (*SIDES, COMPLETION) if name in row]
-    return with_lists(row, answers, column, "") != row
+    return with_lists(row, answers, (column, *PROMPTS), "") != row
 
 
 def _row(line: str, column: str) -> dict[str, Any]:

@@ -7,8 +7,11 @@ The forms are those of ShareGPT (``from``, ``value``), OpenAI before ``tool_call
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from mgpu_pipe.errors import DataError
 
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 CALL, SWIFT_CALL = "function_call", "tool_call"
@@ -24,6 +27,8 @@ OBSERVATIONS = ("observation", "function")
 """ShareGPT's roles of a tool's answer, which some templates of ``messages`` write as they are."""
 GEMINI = ("contents", "systemInstruction", "system_instruction")
 """Columns of Gemini's rows."""
+WRITTEN = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:.*\]\s*\Z""", re.DOTALL)
+"""A list of messages as a text: JSON, or what Python prints."""
 
 
 def standard_role(message: Mapping[str, Any]) -> str:
@@ -87,6 +92,23 @@ def _with_call(message: dict[str, Any]) -> dict[str, Any]:
     if message.get(CALL):
         rest["tool_calls"] = [{"type": "function", "function": message[CALL]}]
     return {**rest, "role": "tool"} if message.get("role") == "function" else rest
+
+
+def with_lists(row: dict[str, Any], answers: Sequence[str], prompts: Iterable[str], origin: str) -> dict[str, Any]:
+    """``row`` with lists of messages that it holds as JSON texts; DataError for lists that Python printed.
+
+    Args:
+        answers: columns that are parsed where all of them hold such a text.
+        prompts: columns that are parsed each by itself.
+    """
+    written = {name for name, value in row.items() if isinstance(value, str) and WRITTEN.match(value)}
+    names = [*written.intersection(prompts), *(answers if written.issuperset(answers) else ())]
+    lists = {name: json_value(row[name]) for name in names}
+    if printed := next((name for name, value in lists.items() if isinstance(value, str)), None):
+        raise DataError(
+            f"{origin}: column '{printed}' holds messages as a text that is no JSON; write it by json.dumps"
+        )
+    return {**row, **lists}
 
 
 def row_of_gemini(row: dict[str, Any], column: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mgpu_pipe.data.files import FIX, missing_column
@@ -29,7 +29,7 @@ from mgpu_pipe.data.text.conversations import (
     system_before,
     unused_columns,
 )
-from mgpu_pipe.data.text.foreign_messages import json_value, standard_role
+from mgpu_pipe.data.text.foreign_messages import WRITTEN, json_value, standard_role, with_lists
 from mgpu_pipe.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
@@ -44,8 +44,6 @@ SHOWN = 40
 """Characters of a prompt in an error message."""
 PROMPTS = ("prompt", "messages", "conversations", "instruction", "question")
 """Columns of the prompt in rows without ``data.messages_column``."""
-_WRITTEN = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:.*\]\s*\Z""", re.DOTALL)
-"""A list of messages as a text: JSON, or what Python prints."""
 
 
 def usual_pair(row: dict[str, Any]) -> dict[str, Any]:
@@ -65,20 +63,6 @@ def usual_pair(row: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **prompt, **dict(zip(SIDES, (row[name] for name in OF_OPENAI), strict=True))}
 
 
-def with_lists(row: dict[str, Any], answers: Iterable[str], column: str, origin: str) -> dict[str, Any]:
-    """``row`` with lists of messages that it holds as JSON texts; DataError for lists that Python printed."""
-    prompts, sides = (
-        [name for name in names if isinstance(row.get(name), str) and _WRITTEN.match(row[name])]
-        for names in (dict.fromkeys((column, *PROMPTS)), answers)
-    )
-    lists = {name: json_value(row[name]) for name in [*prompts, *(sides if len(sides) == len([*answers]) else ())]}
-    if printed := next((name for name, value in lists.items() if isinstance(value, str)), None):
-        raise DataError(
-            f"{origin}: column '{printed}' holds messages as a text that is no JSON; write it by json.dumps"
-        )
-    return {**row, **lists}
-
-
 def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages, Messages]:
     """Converts a row to its two conversations; messages after the shared ones are trained.
 
@@ -91,7 +75,7 @@ def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messag
     """
     if column in SIDES:
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds an answer")
-    row = with_lists(usual_pair(row), SIDES, column, origin)
+    row = with_lists(usual_pair(row), SIDES, (column, *PROMPTS), origin)
     _require_prompt(row, column, origin)
     whole = [conversation_of(row, side, origin, column) for side in SIDES]
     shared = 0
@@ -197,7 +181,7 @@ def unread_columns(row: dict[str, Any], known: Sequence[str], messages: Messages
 def _texts_in(value: object) -> Iterator[str]:
     """Yields the texts of a column: of a transcript, of messages, of pairs."""
     if isinstance(value, str):
-        turns = _transcript(value) if is_transcript(value) else json_value(value) if _WRITTEN.match(value) else value
+        turns = _transcript(value) if is_transcript(value) else json_value(value) if WRITTEN.match(value) else value
         yield from [turns] if isinstance(turns, str) else _texts_in(turns)
     for part in value if isinstance(value, list) else []:
         yield from _texts_in(part.get("content", part.get("value")) if isinstance(part, dict) else part)
@@ -241,7 +225,7 @@ def unpaired_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages
     if column in (COMPLETION, LABEL):
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds something else")
     _require_prompt(row, column, origin)
-    row = _with_completion(with_lists(row, (COMPLETION,), column, origin), column)
+    row = _with_completion(with_lists(row, (COMPLETION,), (column, *PROMPTS), origin), column)
     if LABEL not in row:
         raise _missing(LABEL, row, origin)
     written = row[LABEL]

@@ -135,10 +135,20 @@ def test_a_template_may_mark_what_is_generated_itself() -> None:
         ({"messages": []}, "must be a list of messages"),
         ({"messages": "hello"}, "must be a list of messages"),
         ({"messages": [{"content": "x"}]}, "message 1 is not an object with a role"),
+        ({"messages": [{"sender": "bot", "text": "x"}]}, "rename its fields to role and content: sender, text"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, r"rows of token ids \(input_ids\) are not read: give their texts"),
+        ({"title": "a", "mapping": {}, "results": []}, "but title, mapping, results; rename its columns"),
+        (
+            {"prompt": str([TALK[1]]), "completion": str([TALK[2]])},
+            "column 'prompt' holds messages as a text that is no",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "the content of message 1 must be a string"),
         ({"messages": TALK[:2]}, r"no message has the role assistant \(roles: system, user\).*; rename the roles to"),
         ({"chat": TALK, "id": 2}, "no column 'messages'; set data.messages_column to one that is there: chat$"),
-        ({"title": "a", "body": "b"}, r"no column 'messages' \(nor conversations, .*\); rename its columns to"),
+        (
+            {"title": "a", "body": "b"},
+            r"no column 'messages' \(nor conversations, .*\) but title, body; rename its columns, or write",
+        ),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half of a surrogate pair"),
     ],
 )

@@ -166,7 +166,7 @@ def test_known_columns_become_messages(row: dict[str, Any], expected: list[dict[
             {"messages": [ASKED, {**SAID, "train_detail": [{"begin_offset": 0, "end_offset": 0, "train": False}]}]},
             "train_detail of message 2 marks parts of it; mark whole messages",
         ),
-        ({"segments": [{"label": True, "text": "a"}]}, "rename its columns to some of these: segments"),
+        ({"segments": [{"label": True, "text": "a"}]}, "but segments; rename its columns"),
     ],
 )
 def test_wrong_kinds_are_refused_in_one_line(row: dict[str, Any], told: str) -> None:

@@ -37,6 +37,7 @@ def talk(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
 
 
 NEW: dict[str, tuple[dict[str, Any], str]] = {
+    "messages in texts": ({"prompt": json.dumps([USER]), "completion": json.dumps([ANSWER])}, CHATML),
     "a system prompt": (talk(system_prompt="Be short."), CHATML),
     "functions": (talk(functions=[{"name": "f"}]), CHATML + "{{ tools }}"),
     "tools without their kind": (talk(tools='[{"name": "f"}]'), CHATML + "{{ tools }}"),
@@ -84,9 +85,10 @@ def test_only_conversations_that_are_read_otherwise_get_another_identity(tmp_pat
     file, cache = write_jsonl(tmp_path / "chats.jsonl", [talk(), row]), tmp_path / "cache"
     words = (f"data.paths=[{file}]", f"data.cache_dir={cache}", f"data.chat_template={tmp_path / 'template.jinja'}")
     chosen = ("data=chat_jsonl", "model=llama_tiny", "model.config.vocab_size=300", "data.tokenize_workers=1")
+    contents = contents_of([file], {}, fingerprints([file], cache, no_progress))
+    answer_once(cache, ["files", "chat_jsonl", "messages", contents], lambda: False)  # by an earlier version
     prepared = prepare(compose([*chosen, *words, "data.validation_fraction=0", "data.seq_len=64"])[0])
     assert isinstance(prepared, PreparedData)
-    contents = contents_of([file], {}, fingerprints([file], cache, no_progress))
     source, known = digest_of("files", "chat_jsonl", "messages", contents), read_manifest(prepared.folder) or {}
     before = {"source": source, "tokenizer": known["tokenizer"], "format": 1, "conversations": 2}
     assert (prepared.folder.name == digest_of(before)) == (name in OLD)
