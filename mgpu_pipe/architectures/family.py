@@ -112,9 +112,10 @@ Role = Literal[
 ``text_tower`` may be of other families; ``chat_tower``: the vision tower of a language model."""
 
 
-Recordings = Literal["", "window", "silence", "chunks", "frames"]
+Recordings = Literal["", "window", "silence", "chunks", "seconds", "frames"]
 """What an encoder reads of a recording: a ``window`` with silence after it, which gets tokens too (``silence``) or not,
-``chunks`` of the recording alone, or all of its ``frames``, if the model's configuration has such an encoder."""
+``chunks`` of the recording alone, its ``seconds`` alone, the last with silence after it, or all of its ``frames``, if
+the model's configuration has such an encoder."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,15 @@ def sound_tokens(frames: Any) -> Any:
     """Tokens of a recording's spectrogram frames, a number or an array; Qwen2-Audio halves them twice
     (arXiv:2407.10759)."""
     return ((frames - 1) // 2 - 1) // 2 + 1
+
+
+SECOND, TOKENS_A_SECOND = 100, 13
+"""Spectrogram frames that Qwen3-Omni's convolutions read alone, and the tokens of so many."""
+
+
+def second_tokens(frames: Any) -> Any:
+    """Tokens of a recording of these spectrogram frames, which three convolutions halve in each second (Qwen3-Omni)."""
+    return frames // SECOND * TOKENS_A_SECOND + (frames % SECOND + 7) // 8
 
 
 def frame_tokens(frames: Any) -> Any:

@@ -16,6 +16,7 @@ _O_PROJ: Mapping[str, Style] = {**QKV, "o_proj": "row"}
 _GATED: Mapping[str, Style] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
 _LAST: Mapping[str, tuple[str, ...]] = {"vision": ("last_hidden_state",)}
 _POOLED: Mapping[str, tuple[str, ...]] = {"vision": ("pooler_output",)}
+_DEEP: Mapping[str, tuple[str, ...]] = {"vision": ("pooler_output", "deepstack_features")}
 _OWN: Mapping[str, Family] = {
     # AltCLIP: a tower like CLIP's for pictures, one like RoBERTa for texts.
     "altclip": Family(
@@ -133,6 +134,22 @@ _OWN: Mapping[str, Family] = {
             sight=Sight("grid", videos="text"),
         ),
     ),
+    # The thinker of Qwen 3 Omni, which sees, and hears each second of a recording alone.
+    "qwen3_omni_moe_thinker": Family(
+        modules={
+            "Qwen3OmniMoeThinkerTextAttention": _O_PROJ,
+            "Qwen3OmniMoeThinkerTextMLP": _GATED,
+            "Qwen3OmniMoeAudioAttention": OUT_PROJ,
+            "Qwen3OmniMoeAudioEncoderLayer": FC,
+            "Qwen3OmniMoeVisionAttention": QKV_PROJ,
+            "Qwen3OmniMoeVisionMLP": LINEAR_FC,
+        },
+        width_is_heads=True,
+        projector=("merger", "merger_list"),
+        tower_outputs=_DEEP,
+        sight=Sight("grid"),
+        recordings="seconds",
+    ),
     # Qwen 3 VL.
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe"),
@@ -149,7 +166,7 @@ _OWN: Mapping[str, Family] = {
                 )
             },
             projector=("merger", "deepstack_merger_list"),
-            tower_outputs={"vision": ("pooler_output", "deepstack_features")},
+            tower_outputs=_DEEP,
             sight=Sight("grid", videos="text"),
         ),
     ),

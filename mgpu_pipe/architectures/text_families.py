@@ -289,10 +289,13 @@ _OWN: Mapping[str, Family] = {
     "qwen3_vl_text": Family(
         packing="axes", stages=Stages(), sizes=Sizes("attention_bias", "attention_bias", head_norms=True)
     ),
-    "qwen3_vl_moe_text": Family(
-        packing="axes",
-        stages=Stages(),
-        sizes=Sizes("attention_bias", "attention_bias", head_norms=True, expert_width="moe_intermediate_size"),
+    **dict.fromkeys(
+        ("qwen3_omni_moe_text", "qwen3_vl_moe_text"),
+        Family(
+            packing="axes",
+            stages=Stages(),
+            sizes=Sizes("attention_bias", "attention_bias", head_norms=True, expert_width="moe_intermediate_size"),
+        ),
     ),
     "roberta": Family(
         modules=styles_of("Roberta"), stages=None, roles=(*ENCODER, "text_tower"), causal_if="is_decoder"

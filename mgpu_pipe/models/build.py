@@ -21,6 +21,7 @@ from mgpu_pipe.models.init.keyed_init import InitRecipe
 from mgpu_pipe.models.local_shards import TensorPart, fill_parameters
 from mgpu_pipe.models.model_parts import freeze_parameters
 from mgpu_pipe.models.shard_units import scalars_to_vectors
+from mgpu_pipe.models.speech import read_recordings_alone
 
 REFUSALS = (
     TypeError,
@@ -212,6 +213,7 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
             raise ConfigError("model.attn_implementation", wanted, "use auto", first_line(error)) from error
         raise _refused(model, error) from error
     scalars_to_vectors(built)
+    read_recordings_alone(built)
     if model_class == HEADLESS and (pooler := getattr(built, "pooler", None)) is not None:
         pooler.requires_grad_(False)  # no state of a token goes through it
     return built.train()

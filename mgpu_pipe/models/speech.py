@@ -7,13 +7,15 @@ generator of the process. Here the norm covers valid frames only, and hidden fra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_pipe.architectures.family import FRAMES_A_POSITION, Frames
+from mgpu_pipe.architectures.family import FRAMES_A_POSITION, SECOND, Frames
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.system.compat.transformers_private import hide_by, hide_nothing
 
 if TYPE_CHECKING:
@@ -95,6 +97,51 @@ def make_padding_invariant(model: PreTrainedModel) -> None:
             cast(RowNorm, norm).speech_inputs, cast(RowNorm, norm).layer = speech_inputs, layer + 1
     hide_by(model, speech_inputs.hide)
     model.register_forward_pre_hook(speech_inputs.read_inputs, with_kwargs=True)
+
+
+@dataclass
+class SecondFrames:
+    """Frames of each second of the current recordings, for Qwen3-Omni's convolutions."""
+
+    next: list[int] = field(default_factory=list)
+    """Frames of the seconds that no convolution has read."""
+    read: list[int] = field(default_factory=list)
+    """Frames of the seconds that the convolutions read now."""
+
+    def read_lengths(
+        self, _: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward pre-hook of the encoder. The last second of a longer recording has silence after it."""
+        lengths: list[int] = inputs["feature_lens"].tolist()
+        self.next = [min(frames, SECOND) for frames in lengths for _ in range(-(-frames // SECOND))]
+        return args, inputs
+
+    def take(self, convolution: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        """Forward pre-hook of the first convolution, which gets some seconds at a time."""
+        seconds = len(args[0])
+        self.read, self.next = self.next[:seconds], self.next[seconds:]
+        return cast_to_weights(convolution, args)
+
+    def clear(self, halvings: int, _: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        """Forward pre-hook of the convolution after ``halvings`` others: zeros after the end of each second."""
+        states = args[0]
+        frames = torch.tensor([-(-number // 2**halvings) for number in self.read], device=states.device)
+        inside = torch.arange(states.shape[-1], device=states.device) < frames[:, None]
+        return (states * inside[:, None, None],)
+
+
+def read_recordings_alone(model: PreTrainedModel) -> None:
+    """Makes a recording's result in Qwen3-Omni independent of the others in its micro-batch, in place.
+
+    transformers fills a recording of less than a second up to the longest of the micro-batch, which changes its end.
+    """
+    if family_of(str(model.config.model_type)).recordings != "seconds":
+        return
+    tower, seconds = cast(Any, model.base_model).audio_tower, SecondFrames()
+    tower.register_forward_pre_hook(seconds.read_lengths, with_kwargs=True)
+    tower.conv2d1.register_forward_pre_hook(seconds.take)
+    tower.conv2d2.register_forward_pre_hook(partial(seconds.clear, 1))
+    tower.conv2d3.register_forward_pre_hook(partial(seconds.clear, 2))
 
 
 def prepare_spectrogram_encoder(model: Any) -> None:

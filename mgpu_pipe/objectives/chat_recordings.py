@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from mgpu_pipe.architectures.family import FEWEST_FRAMES, sound_tokens
+from mgpu_pipe.architectures.family import FEWEST_FRAMES, SECOND, second_tokens, sound_tokens
 from mgpu_pipe.data.step_batch import Field
 from mgpu_pipe.models.speech import spectrogram_shape
 from mgpu_pipe.objectives.picture_inputs import MOST_PLACES, Batch, NativeSizePictures, Picture, PictureInputs
@@ -119,11 +119,13 @@ class NextToRecordings(PictureInputs):
     zeros at the end."""
 
     bands: int
+    most_frames = MOST_FRAMES
+    """Most frames of a random recording."""
 
     def _add_recordings(self, config: Any, bands: int) -> None:
         """Adds the fields of recordings of so many bands."""
         self.audio, self.bands = int(config.audio_token_id), bands
-        self.most_tokens = max(math.prod(MOST_PLACES), self._tokens(MOST_FRAMES))
+        self.most_tokens = max(math.prod(MOST_PLACES), self._tokens(self.most_frames))
         self.fields = {
             **self.fields,
             "recordings": Field(sequence_dim=None, stages="first", shape=(1,)),
@@ -176,7 +178,7 @@ class NextToRecordings(PictureInputs):
     def random_picture(self, generator: torch.Generator) -> Picture:
         if int(torch.randint(2, (), generator=generator)):
             return self._random_still(generator)
-        frames = int(torch.randint(FEWEST_FRAMES, MOST_FRAMES + 1, (), generator=generator))
+        frames = int(torch.randint(FEWEST_FRAMES, self.most_frames + 1, (), generator=generator))
         return self._recording(torch.randn(1, self.bands, frames, generator=generator))
 
     def _random_still(self, generator: torch.Generator) -> Picture:
@@ -250,6 +252,15 @@ class PicturesAndRecordings(NextToRecordings, NativeSizePictures):
         _, down, across = super()._random_still(generator).places
         values = torch.randn(down * across * self.grid.merge**2, self.grid.values, generator=generator)
         return Picture(values, (1, down, across))
+
+
+class PicturesAndSeconds(PicturesAndRecordings):
+    """Pictures in native size and recordings whose seconds are read alone (Qwen3-Omni)."""
+
+    most_frames = SECOND + MOST_FRAMES
+
+    def _tokens(self, frames: int) -> int:
+        return int(second_tokens(frames))
 
 
 def padded_recordings(recordings: Sequence[torch.Tensor], frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from mgpu_pipe.objectives.chat_recordings import (
     FilledRecordings,
     NextToRecordings,
     PicturesAndRecordings,
+    PicturesAndSeconds,
     Recording,
     padded_recordings,
 )
@@ -196,6 +197,7 @@ _KINDS: dict[str, type[PictureInputs]] = {
 _HEARING: dict[str, Callable[[Any, bool], PictureInputs]] = {
     "chunks": PicturesAndRecordings,
     "frames": PooledAndRecordings,
+    "seconds": PicturesAndSeconds,
     "silence": FilledRecordings,
     "window": ChatRecordings,
 }

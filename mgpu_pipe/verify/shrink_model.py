@@ -158,10 +158,12 @@ def _small_towers(
 
 def _fit_pictures(changed: dict[str, Any], known: ConfigClass, model_type: str, stages: int) -> None:
     """Set the sizes of pictures in ``changed`` that depend on the small parts."""
-    audio = changed.get("audio_config", {})
-    if "output_dim" in audio:  # the width of the language model, and several chunks of a recording
-        audio |= {"output_dim": changed[TEXT]["hidden_size"], "n_window": CHUNK}
-    if family_of(model_type).recordings == "silence":  # whole vectors of joined ones
+    audio, recordings = changed.get("audio_config", {}), family_of(model_type).recordings
+    if "output_dim" in audio:
+        audio["output_dim"] = changed[TEXT]["hidden_size"]
+    if recordings == "chunks":  # several of a recording
+        audio["n_window"] = CHUNK
+    if recordings == "silence":  # whole vectors of joined ones
         audio["intermediate_size"] = 2 * audio["hidden_size"]
     if "image_size" in changed.get("vision_config", {}) and "image_token_index" in known.names:
         # Several pictures fit into a row.

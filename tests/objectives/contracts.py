@@ -80,6 +80,13 @@ VARIANTS = {
     "@moe": "model.type=qwen3_vl_moe model.config.text_config.model_type=qwen3_vl_moe_text "
     "model.config.vision_config.model_type=qwen3_vl_moe_vision model.config.text_config.num_experts=4 "
     "model.config.text_config.num_experts_per_tok=2 model.config.text_config.moe_intermediate_size=64",
+    "@omni3": "model.type=qwen3_omni_moe_thinker model.config.text_config.model_type=qwen3_omni_moe_text "
+    "model.config.text_config.num_experts=4 model.config.text_config.num_experts_per_tok=2 "
+    "model.config.text_config.moe_intermediate_size=64 model.config.audio_config.downsample_hidden_size=8 "
+    "model.config.vision_config.model_type=qwen3_omni_moe_vision_encoder ~model.config.vision_config.window_size "
+    "~model.config.vision_config.fullatt_block_indexes ~model.config.text_config.tie_word_embeddings "
+    "model.config.vision_config.num_position_embeddings=16 model.config.vision_config.deepstack_visual_indexes=[0,2] "
+    "model.config.audio_config.model_type=qwen3_omni_moe_audio_encoder",
     "@whole": "strategy.parts.vision=whole",
     "@ears": "model.config.audio_config.hidden_size=32 model.config.audio_config.num_hidden_layers=2 "
     "model.config.audio_config.num_attention_heads=2 model.config.audio_config.subsampling_conv_channels=[16,8] "
@@ -286,10 +293,12 @@ CONTRACTS = {
     "pictures_and_recordings": Contract(
         "objective=vision_language model=qwen25_omni_tiny data.packing=none",
         """
-        1: strategy=single data.micro_batch_size=2
+        1: strategy=single data.micro_batch_size=2; strategy=single @omni3 data.micro_batch_size=2
         2 slow: strategy=fsdp
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=zero2; strategy=pp; strategy=tp;
-            strategy=fsdp @adapters; strategy=tp @whole
+            strategy=fsdp @adapters; strategy=tp @whole; strategy=ddp @omni3 data.micro_batch_size=2;
+            strategy=fsdp @omni3; strategy=zero3 @omni3; strategy=pp @omni3; strategy=tp @omni3;
+            strategy=tp @omni3 @whole
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
     ),
@@ -351,7 +360,8 @@ CONTRACTS = {
             model=smolvlm_tiny strategy=tp; model=smolvlm_tiny strategy=zero3; model=smolvlm_tiny strategy=pp;
             model=internvl_tiny strategy=fsdp; model=internvl_tiny strategy=tp; model=internvl_tiny strategy=pp;
             model=mistral3_tiny strategy=ddp; model=mistral3_tiny strategy=tp; model=mistral3_tiny strategy=pp;
-            model=qwen2_audio_tiny strategy=ddp; model=qwen2_audio_tiny strategy=pp
+            model=qwen2_audio_tiny strategy=ddp; model=qwen2_audio_tiny strategy=pp;
+            model=qwen25_omni_tiny strategy=fsdp @omni3; model=qwen25_omni_tiny strategy=tp @omni3
         2 slow: strategy=pp
         """,
     ),

@@ -16,7 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from mgpu_pipe.architectures.family import sound_tokens
+from mgpu_pipe.architectures.family import second_tokens, sound_tokens
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.audio import synthesis
@@ -31,10 +31,12 @@ from mgpu_pipe.data.text.cut_texts import TurnEncoder
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.tokenizer_folder import plain_tokenizer
-from mgpu_pipe.errors import BadInputError, DataError, printable
-from mgpu_pipe.models.build import build_meta
+from mgpu_pipe.errors import BadInputError, ConfigError, DataError, printable
+from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import check_model_config
+from mgpu_pipe.models.weights.pretrained import load_pretrained
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
+from tests.objectives.contracts import VARIANTS
 from tests.objectives.harness import check_trained_on, exported_model
 from tests.objectives.test_vision_language import CLASS
 from tests.support import pictures, small_runs
@@ -42,7 +44,7 @@ from tests.support.command import four_steps, mgpu
 from tests.support.needs import need_speech
 from tests.support.pictures import said
 from tests.support.sounds import tones, write_wav
-from tests.support.vision_folders import model_inputs, prepared_by_maker, write_folder
+from tests.support.vision_folders import model_inputs, omni_fields, prepared_by_maker, write_folder
 
 GIVEN = ("objective=vision_language", "model=qwen2_audio_tiny", "logger=none", "trainer.progress=off")
 WORDS = ("ab", "cabba", "bccab", "a")
@@ -124,6 +126,12 @@ def test_a_filled_window_is_that_of_voxtral_s_processor(tmp_path: Path) -> None:
     assert [text.count("<audio>") for text in texts] == list(map(len, HEARD)), "as people are shown them"
 
 
+def test_only_seconds_are_read_alone(tmp_path: Path) -> None:
+    words = (OMNI, *VARIANTS["@omni3"].split(), "model.config.audio_config.n_window=40")
+    with pytest.raises(ConfigError, match=r"n_window=40: .*13 tokens.*use 50"):
+        prepare(chats(tmp_path, *words))
+
+
 def test_settings_that_came_later_change_no_digest_of_older_data() -> None:
     older = {"bins": 80, "rate": 16_000, "seconds": 30, "hop": 160, "width": 400, "most_tokens": 448}
     assert LogMel(80, 16_000, 30).identity() == older
@@ -194,7 +202,7 @@ def test_a_recording_that_cannot_be_used_stops_or_is_left_out(
     assert (prepared.train_samples, prepared.bad_samples) == (5, 1)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen2_5_omni_thinker"])
+@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
 @pytest.mark.parametrize("fields", [{}, {"audio_config": {"encoder_layers": 2}, "vision_config": {"depth": 2}}])
 def test_a_part_without_a_type_has_its_class_s_defaults(kind: str, fields: dict[str, Any]) -> None:
     from transformers import AutoConfig
@@ -284,8 +292,9 @@ def test_pictures_and_recordings_of_one_conversation_are_those_of_transformers(t
     assert [text.count("<image>") for text in texts] == [0, 1, 2, 0, 1, 0]
 
 
-def test_tokens_stand_where_qwen_omni_puts_them() -> None:
-    model: Any = build_meta(compose([*GIVEN, OMNI])[0].model, "AutoModelForImageTextToText")
+@pytest.mark.parametrize("words", ["", VARIANTS["@omni3"]], ids=["2.5", "3"])
+def test_tokens_stand_where_qwen_omni_puts_them(words: str) -> None:
+    model: Any = build_meta(compose([*GIVEN, OMNI, *words.split()])[0].model, "AutoModelForImageTextToText")
     kind, config = build_picture_inputs(model.config), model.config
     config.vision_start_token_id, config.audio_start_token_id = 301, 303
     generator = torch.Generator().manual_seed(0)
@@ -298,49 +307,106 @@ def test_tokens_stand_where_qwen_omni_puts_them() -> None:
     made = kind.collate(rows, [drawn])
     frames = made["recordings"][0]
     expected, _ = model.model.get_rope_index(rows, made["grids"][0], None, torch.ones_like(rows), False, frames)
-    assert len(frames) and len(made["grids"][0]) and torch.equal(made["position_ids"][0], expected[:, 0])
+    assert len(frames) and len(made["grids"][0]) and torch.equal(made["position_ids"][0], expected[:, 0].long())
+
+
+def gemma_sounds(model: Any, tokenizer: Any, heard: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """The texts of recordings that Gemma 4's extractor has read, and the model's arguments."""
+    masks = [mask[::2][::2] for mask in heard["input_features_mask"]]
+    return [f"<|audio>{'<|audio|>' * int(mask.sum())}<audio|>" for mask in masks], dict(heard)
+
+
+def omni_sounds(model: Any, tokenizer: Any, heard: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """The same of Qwen3-Omni."""
+    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+    mask = heard["attention_mask"]
+    texts = ["<|audio_pad|>" * int(tokens) for tokens in _get_feat_extract_output_lengths(mask.sum(1))]
+    return texts, {"input_features": heard["input_features"], "feature_attention_mask": mask}
+
+
+def hear_alone(model: Any) -> None:
+    """Lets transformers' Qwen3-Omni encode each recording alone, which it fills up to the longest else."""
+    encode = model.model.get_audio_features
+
+    def each(features: torch.Tensor, mask: torch.Tensor, *_: Any, **__: Any) -> Any:
+        heard = [encode(*pair, return_dict=True) for pair in zip(features[:, None], mask[:, None], strict=True)]
+        return SimpleNamespace(last_hidden_state=torch.cat([one.last_hidden_state for one in heard]))
+
+    model.model.get_audio_features = each
+
+
+OTHERS_EARS = {
+    "gemma4": ("<|audio|>", gemma_sounds, {}),
+    "qwen3_omni_moe_thinker": (
+        "<|audio_pad|>",
+        omni_sounds,
+        {"sampling_rate": 16000, "return_attention_mask": True, "truncation": False, "padding": True},
+    ),
+}
+"""The token of a recording in a template, the texts of recordings, and how the extractor is called."""
+
+
+def test_a_short_recording_is_read_alone() -> None:
+    config: Any = compose([*GIVEN, OMNI, *VARIANTS["@omni3"].split()])[0].model
+    ours: Any = materialise(build_meta(config, CLASS), 0, "cpu").model.audio_tower.eval()
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    plain = type(ours)(ours.config).eval()
+    plain.load_state_dict(ours.state_dict())
+    lengths = [7, 9, 41, 50, 100, 141, 230]
+    sounds = [torch.randn(40, frames, generator=torch.Generator().manual_seed(frames)) for frames in lengths]
+    with torch.no_grad():
+        together = ours(torch.cat(sounds, 1), feature_lens=torch.tensor(lengths)).last_hidden_state
+        alone = [plain(each, feature_lens=torch.tensor([each.shape[1]])).last_hidden_state for each in sounds]
+    assert [len(heard) for heard in alone] == [second_tokens(frames) for frames in lengths]
+    assert torch.allclose(together, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_gemma_4_hears_and_sees_as_its_maker_s_processor_and_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("family", OTHERS_EARS)
+def test_a_family_hears_and_sees_as_its_maker_s_processor_and_model(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import AutoFeatureExtractor, AutoTokenizer, Gemma4ForConditionalGeneration
+    from transformers import AutoFeatureExtractor, AutoModelForImageTextToText, AutoTokenizer
 
     from mgpu_pipe.cli.main import main
 
-    folder = write_folder("gemma4", tmp_path / "model")
+    token, sounds_of, called = OTHERS_EARS[family]
+    folder = write_folder(family, tmp_path / "model")
     own = ("data.chat_template=null", "data.seq_len=400", "data.max_pixels=auto")
     config = mixed_chats(tmp_path, "model=hf", f"model.path={folder}", *own, "data.validation_fraction=0")
+    write_wav(tmp_path / "cabba.wav", tones("cabbabcc", 1))  # longer than a second
     prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
     samples, every = prepared.open(config, "train"), np.arange(len(HEARD))
     batch, kind = samples.batch(every, every), build_picture_inputs(build_meta(config.model, CLASS).config)
-    model: Any = Gemma4ForConditionalGeneration.from_pretrained(folder).eval()
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    ours: Any = load_pretrained(config.model, "cpu", model_class=CLASS).eval()
     tokenizer, extractor = AutoTokenizer.from_pretrained(folder), AutoFeatureExtractor.from_pretrained(folder)
+    if family == "qwen3_omni_moe_thinker":
+        hear_alone(model)
 
     def prepared_inputs(messages: list[dict[str, Any]], prompt: bool) -> dict[str, Any]:
-        """The inputs that Gemma4Processor makes; it needs torchvision."""
+        """The inputs that the maker's processor gives; it needs torchvision."""
         parts = messages[0]["content"]
         images = [Image.open(tmp_path / each["image"]) for each in parts if "image" in each]
         shown = [{**each, "content": as_parts(each["content"])} for each in messages]
-        made = prepared_by_maker("gemma4", folder, shown, images, prompt)
+        made = prepared_by_maker(family, folder, shown, images, prompt)
         waves = [decode((tmp_path / each["audio"]).read_bytes(), 16000, 60) for each in parts if "audio" in each]
         ids = torch.tensor([made.pop("input_ids")])
-        made = model_inputs("gemma4", made, ids == model.config.image_token_id)
+        made = model_inputs(family, made, ids == model.config.image_token_id)
         if waves:
-            heard, (first, *rest) = extractor(waves, return_tensors="pt"), tokenizer.decode(ids[0]).split("<|audio|>")
-            masks = [mask[::2][::2] for mask in heard["input_features_mask"]]
-            filled = [
-                f"<|audio>{'<|audio|>' * int(mask.sum())}<audio|>{text}" for mask, text in zip(masks, rest, strict=True)
-            ]
+            first, *rest = tokenizer.decode(ids[0]).split(token)
+            texts, heard = sounds_of(model, tokenizer, extractor(waves, return_tensors="pt", **called))
+            filled = [f"{sound}{text}" for sound, text in zip(texts, rest, strict=True)]
             ids = torch.tensor([tokenizer(first + "".join(filled), add_special_tokens=False)["input_ids"]])
-            made |= dict(heard)
-            if images:
+            made |= heard
+            if images and "mm_token_type_ids" in made:
                 made["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
-        return {"input_ids": ids, **made}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **made}
 
     with torch.no_grad():
-        logits = model(**kind.inputs(batch)).logits
+        logits = ours(**kind.inputs(batch)).logits
         for row, line in enumerate((tmp_path / "chats.jsonl").read_text().splitlines()):
             made = prepared_inputs(json.loads(line)["messages"], False)
             length = made["input_ids"].shape[1]
@@ -353,17 +419,17 @@ def test_gemma_4_hears_and_sees_as_its_maker_s_processor_and_model(
     files = [f"--audio={tmp_path / 'ab.wav'}", f"--image={tmp_path / 'wide.png'}"]
     assert main([*asked, str(tuned), *files]) == 0
     answer = capsys.readouterr().out.splitlines()[-1].strip()  # after a line of deepspeed's
-    exported = exported_model(tuned, Gemma4ForConditionalGeneration, capsys)
+    exported = exported_model(tuned, type(model), capsys)
     assert main([*asked, str(tmp_path / "out"), *files]) == 0 and capsys.readouterr().out.strip() == answer
     parts = [part("ab"), {"type": "text", "text": "What"}, image("wide"), {"type": "text", "text": "?"}]
     made = prepared_inputs([{"role": "user", "content": parts}], True)
     wrote = exported.generate(**made, max_new_tokens=6, do_sample=False)[0][made["input_ids"].shape[1] :]
     assert printable(tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
     kept, known = (json.loads((each / "processor_config.json").read_text()) for each in (tmp_path / "out", folder))
-    assert kept["video_processor"] == known["video_processor"], "Gemma4Processor is not built without"
+    assert kept.get("video_processor") == known.get("video_processor"), "Gemma4Processor is not built without"
     again = AutoFeatureExtractor.from_pretrained(tmp_path / "out")
     wave = decode((tmp_path / "ab.wav").read_bytes(), 16000, 60)
-    assert np.array_equal(*(each([wave])["input_features"] for each in (again, extractor)))
+    assert np.array_equal(*(each([wave], **called)["input_features"] for each in (again, extractor)))
 
 
 @pytest.mark.slow
@@ -534,16 +600,18 @@ def test_four_steps_of_the_spoken_experiment(cache: Path, tmp_path: Path) -> Non
     assert 0 <= summary["metrics"]["val/exact_match"] <= 1
 
 
-def test_a_whole_omni_folder_names_the_way_to_its_thinker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_a_whole_omni_folder_names_the_way_to_its_thinker(family: str, tmp_path: Path) -> None:
     import transformers
     from safetensors.torch import save_file
 
-    config = compose([*GIVEN, OMNI])[0].model.config
-    made: Any = transformers.Qwen2_5OmniThinkerForConditionalGeneration(transformers.Qwen2_5OmniThinkerConfig(**config))
+    fields = omni_fields(lambda _: 1) if "moe" in family else compose([*GIVEN, OMNI])[0].model.config
+    config: Any = transformers.AutoConfig.for_model(f"{family}_thinker", **fields)
+    made: Any = transformers.AutoModelForImageTextToText.from_config(config)
     weights = {f"thinker.{name}": value.contiguous() for name, value in made.state_dict().items()}
     parts = {"thinker_config": made.config.to_dict(), "talker_config": {}}
     (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni", **parts}))
+    (tmp_path / "whole" / "config.json").write_text(json.dumps({"model_type": family, **parts}))
     save_file(weights, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BadInputError, match=r"its thinker: transformers.(\w+).from_pretrained") as refused:
         check_model_config(ModelConfig(path=str(tmp_path / "whole")), "AutoModelForImageTextToText")

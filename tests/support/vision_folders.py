@@ -82,13 +82,36 @@ def qwen_fields(family: str, more: dict[str, Any], token: Callable[[str], int]) 
     rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "patch_size": 4, "out_hidden_size": 32}
     text = {name: value for name, value in TEXT.items() if name != "head_dim" or "qwen3" in family}
-    if family.endswith("moe"):
+    if "_moe" in family:
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return {
         **places,
         "text_config": {**text, "model_type": f"{family}_text", "rope_parameters": rotary},
         "vision_config": {**vision, "model_type": f"{family}_vision", **more},
     }
+
+
+def omni_fields(token: Callable[[str], int]) -> dict[str, Any]:
+    """Fields of the thinker of a Qwen3-Omni."""
+    fields = qwen_fields("qwen3_omni_moe", DEEPSTACK, token)
+    fields["vision_config"]["model_type"] += "_encoder"
+    audio = {"model_type": "qwen3_omni_moe_audio_encoder", "num_mel_bins": 16, "d_model": 32, "encoder_layers": 2}
+    audio |= {"encoder_attention_heads": 2, "encoder_ffn_dim": 48, "downsample_hidden_size": 8, "output_dim": 32}
+    tokens = {
+        f"audio_{kind}_id": token(f"<|audio_{name}|>") for kind, name in (("token", "pad"), ("start_token", "start"))
+    }
+    return {**fields, **tokens, "audio_config": audio}
+
+
+OMNI = """{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}{{- part['text'] -}}
+{%- elif part['type'] == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'audio' -%}{{- '<|audio_start|><|audio_pad|><|audio_end|>' -}}{%- endif -%}
+{%- endfor -%}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+DEEPSTACK = {"num_heads": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
 
 def rows_of_places(down: int, across: int) -> str:
@@ -239,7 +262,6 @@ FOLDERS["gemma4"] = VisionFolder(
     placeholder="<|image|>",
     expand=lambda made, index: f"<|image>{'<|image|>' * int(made['num_soft_tokens_per_image'][index])}<image|>",
 )
-DEEPSTACK = {"num_heads": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 for family, template, more in (
     (
         "qwen2_5_vl",
@@ -258,10 +280,22 @@ for family, template, more in (
         template=template,
         processor={"processor_class": "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen3VLProcessor"},
     )
+FOLDERS["qwen3_omni_moe_thinker"] = replace(
+    FOLDERS["qwen3_5"],
+    tokens=(*FOLDERS["qwen3_5"].tokens, "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+    named={**FOLDERS["qwen3_5"].named, "audio_token": "<|audio_pad|>"},
+    fields=omni_fields,
+    processor={
+        "processor_class": "Qwen3OmniMoeProcessor",
+        "feature_extractor": {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16},
+    },
+    template=OMNI,
+)
 PIL = {
     "qwen2_5_vl": "Qwen2VLImageProcessorPil",
     "qwen3_vl": "Qwen2VLImageProcessorPil",
     "qwen3_vl_moe": "Qwen2VLImageProcessorPil",
+    "qwen3_omni_moe_thinker": "Qwen2VLImageProcessorPil",
     "mistral3": "PixtralImageProcessorPil",
     "gemma4": "Gemma4ImageProcessorPil",
     "gemma3": "Gemma3ImageProcessorPil",

@@ -11,7 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import config_class
-from mgpu_pipe.architectures.family import FEWEST_FRAMES, FRAMES_A_POSITION, frame_tokens, sound_tokens
+from mgpu_pipe.architectures.family import (
+    FEWEST_FRAMES,
+    FRAMES_A_POSITION,
+    SECOND,
+    TOKENS_A_SECOND,
+    frame_tokens,
+    second_tokens,
+    sound_tokens,
+)
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
@@ -59,6 +67,7 @@ class LogMel:
         most_tokens: longest transcript of the model.
         fixed: whether the model reads the silence after a recording, up to the window's end.
         filled: tokens of each recording in a conversation, where silence gets some; 0: by its frames.
+        in_seconds: whether the model reads the seconds of a recording alone.
     """
 
     bins: int
@@ -69,6 +78,7 @@ class LogMel:
     most_tokens: int = 448
     fixed: bool = True
     filled: int = 0
+    in_seconds: bool = False
 
     input_name = "input_features"
     """The model's argument."""
@@ -94,9 +104,13 @@ class LogMel:
         bins, positions = (int(part.get(name) or usual[name]) for name in FIELDS[:2])
         said = preprocessor_of(model.path, "feature_extractor")
         rate = _size(said.get("sampling_rate"), USUAL_RATE)
-        if family_of(kind).recordings == "chunks":
+        if (recordings := family_of(kind).recordings) in ("chunks", "seconds"):
             hop, width = _size(said.get("hop_length"), cls.hop), _size(said.get("n_fft"), cls.width)
-            return cls(bins, rate, _size(said.get("chunk_length"), CHUNKED_SECONDS), hop, width, fixed=False)
+            seconds, in_seconds = _size(said.get("chunk_length"), CHUNKED_SECONDS), recordings == "seconds"
+            if in_seconds and (half := int(part.get("n_window") or usual["n_window"])) != SECOND // 2:
+                reason = f"transformers gives {TOKENS_A_SECOND} tokens to each piece, whatever its frames"
+                raise ConfigError("model.config.audio_config.n_window", half, f"use {SECOND // 2}", reason)
+            return cls(bins, rate, seconds, hop, width, fixed=False, in_seconds=in_seconds)
         window = cls._from_sizes(model, rate, "model.config.audio_config", (bins, positions, cls.most_tokens))
         if family_of(kind).recordings == "window":
             return window
@@ -148,13 +162,15 @@ class LogMel:
         return -(-samples // self.hop)
 
     def identity(self) -> dict[str, Any]:
-        """Settings for the digest of the data; those of older data have neither :attr:`fixed` nor :attr:`filled`."""
-        usual = {"fixed": True, "filled": 0, "extractor": {}}
+        """Settings for the digest of the data; those of older data lack the fields that came later."""
+        usual = {"fixed": True, "filled": 0, "in_seconds": False, "extractor": {}}
         return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     def num_tokens(self, frames: Any) -> Any:
         """Tokens of recordings of so many frames in a conversation, a number or an array."""
-        return 0 * frames + self.filled if self.filled else sound_tokens(frames)
+        if self.filled:
+            return 0 * frames + self.filled
+        return second_tokens(frames) if self.in_seconds else sound_tokens(frames)
 
     def chat_fault(self, samples: int) -> str:
         """Why a recording of this length in samples cannot stand in a conversation; empty if it can."""

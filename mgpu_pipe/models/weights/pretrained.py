@@ -27,6 +27,7 @@ from mgpu_pipe.models.build import (
 )
 from mgpu_pipe.models.model_parts import freeze_parameters
 from mgpu_pipe.models.shard_units import scalars_to_vectors
+from mgpu_pipe.models.speech import read_recordings_alone
 from mgpu_pipe.models.weights.folder import (
     check_model_folder,
     read_config_json,
@@ -215,6 +216,7 @@ def load_pretrained(
     tensors = loaded.state_dict(keep_vars=True)
     info[UNTIED] = {name for name, tied in tied_sources(meta).items() if tensors.get(name) is not tensors.get(tied)}
     scalars_to_vectors(loaded)
+    read_recordings_alone(loaded)
     if rows is not None and seed is not None:
         add_rows(loaded, meta, seed)
     for name, value in check_loading(model, info, meta, seed).items():
