@@ -284,7 +284,8 @@ def _completion(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
 def prompt_messages(value: object, column: str, origin: str) -> list[dict[str, Any]]:
     """Converts the value of ``column`` to messages without an answer; DataError names ``origin`` if it holds none."""
     if not isinstance(value, list) or not value:
-        raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content")
+        fix = "; its text is no JSON: write it by json.dumps" if isinstance(value, str) else ""
+        raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content{fix}")
     return [_message(message, number, origin) for number, message in enumerate(usual_messages(value), start=1)]
 
 
@@ -316,7 +317,8 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
         message = {name: value for name, value in message.items() if name != "tool_calls"}
         message |= {} if calls is None else {"tool_calls": calls}
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise DataError(f"{origin}: the content of message {number} must be a string, or a list of texts")
+        fields = "" if content is not None else f"; its fields: {', '.join(message)}"
+        raise DataError(f"{origin}: the content of message {number} must be a string, or a list of texts{fields}")
     if content and any(mark in content for mark in (OPEN, CLOSE, SEEN)):
         raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD0 to U+FDD2)")
     if message.get("weight") not in (0, 1, None):

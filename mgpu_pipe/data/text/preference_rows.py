@@ -112,8 +112,10 @@ def conversation_of(row: dict[str, Any], side: str, origin: str, column: str) ->
         if not answer:
             raise DataError(f"{origin}: column '{side}' is empty; {FIX}")
         name = prompt_column(row, column)
-        transcript = _transcript(answer) if name is None or is_transcript(row[name]) else []
-        answer = transcript or [{"role": "assistant", "content": answer}]
+        if name is None or is_transcript(row[name]):
+            answer = _transcript(answer) or [{"role": "assistant", "content": answer.strip()}]
+        else:
+            answer = [{"role": "assistant", "content": answer}]
     elif isinstance(answer, dict):
         answer = [answer]
     if not isinstance(answer, list) or not answer or not isinstance(answer[0], dict):

@@ -133,7 +133,11 @@ def test_a_template_may_mark_what_is_generated_itself() -> None:
     ("row", "match"),
     [
         ({"messages": []}, "must be a list of messages"),
-        ({"messages": "hello"}, "must be a list of messages"),
+        ({"messages": "hello"}, "must be a list of messages, .*; its text is no JSON: write it by json.dumps"),
+        (
+            {"messages": [{"from": "Ann", "text": "hi"}]},
+            "content of message 1 must be .*; its fields: role, content, text",
+        ),
         ({"messages": [{"content": "x"}]}, "message 1 is not an object with a role"),
         ({"messages": [{"sender": "bot", "text": "x"}]}, "rename its fields to role and content: sender, text"),
         ({"input_ids": [1, 2], "labels": [1, 2]}, r"rows of token ids \(input_ids\) are not read: give their texts"),

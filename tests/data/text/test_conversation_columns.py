@@ -355,7 +355,7 @@ def test_a_prompt_next_to_whole_conversations_is_one_of_their_messages() -> None
             "prompt": [{"role": "human", "content": "a?"}],
             **{side: [{"role": "model", "content": side}] for side in ("chosen", "rejected")},
         },
-        {"prompt": "\n\nHuman: a?\n\nAssistant:", "chosen": "chosen", "rejected": "rejected"},
+        {"prompt": "\n\nHuman: a?\n\nAssistant:", "chosen": " chosen", "rejected": " rejected"},
         {
             "prompt": "\n\nHuman: a?\n\nAssistant:",
             **{side: f"\n\nHuman: a?\n\nAssistant: {side}" for side in ("chosen", "rejected")},
