@@ -210,6 +210,7 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
             raise missing_column(origin, "data.messages_column", column, lists)
         forms = f"{SHAREGPT}, {' and '.join(ALPACA)}, or {' and '.join(COMPLETION)}"
         fix = "rename its columns, or write the conversation as 'messages', each with a role and a content"
+        fix = "pairs are read by data=preferences_jsonl" if row.keys() >= {"chosen", "rejected"} else fix
         raise DataError(f"{origin}: has no column '{column}' (nor {forms}) but {', '.join(row) or 'none'}; {fix}")
     value = json_value(row[column])
     if isinstance(value, list) and value:

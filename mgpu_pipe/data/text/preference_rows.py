@@ -271,18 +271,21 @@ def _missing(column: str, row: dict[str, Any], origin: str) -> DataError:
     elif column in SIDES and first_there(row, (LABEL, TAG)):
         fix = "labelled answers are read by data=unpaired_jsonl, for objective=kto"
     elif column in SIDES and (two := _two_answers(row)):
-        fix = f"write the better of {' and '.join(two)} as 'chosen', the other as 'rejected'"
+        fix = f"write the better of {two} as 'chosen', the other as 'rejected'"
     return DataError(f"{origin}: has no column '{column}'; columns: {', '.join(row) or 'none'}; {fix}")
 
 
-def _two_answers(row: dict[str, Any]) -> list[str]:
-    """The two longest texts or lists whose columns differ by a last digit or letter only; empty without any."""
+def _two_answers(row: dict[str, Any]) -> str:
+    """The two longest texts or lists whose columns differ by a last digit or letter only, or a list of answers."""
     stems = dict[str, list[str]]()
     for name, value in row.items():
         if isinstance(value, str | list) and name[-1:] in tuple("012abAB"):
             stems.setdefault(name[:-1], []).append(name)
     pairs = [names for names in stems.values() if len(names) == 2]
-    return max(pairs, key=lambda names: sum(len(str(row[name])) for name in names), default=[])
+    if pairs:
+        return " and ".join(max(pairs, key=lambda names: sum(len(str(row[name])) for name in names)))
+    lists = (name for name in ("answers", "completions", "responses", "summaries") if isinstance(row.get(name), list))
+    return next((f"two of {name}" for name in lists), "")
 
 
 def unpaired_columns(column: str) -> list[str]:

@@ -142,6 +142,7 @@ def test_a_template_may_mark_what_is_generated_itself() -> None:
         ({"messages": [{"sender": "bot", "text": "x"}]}, "rename its fields to role and content: sender, text"),
         ({"input_ids": [1, 2], "labels": [1, 2]}, r"rows of token ids \(input_ids\) are not read: give their texts"),
         ({"title": "a", "mapping": {}, "results": []}, "but title, mapping, results; rename its columns"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "rejected; pairs are read by data=preferences_jsonl"),
         (
             {"prompt": str([TALK[1]]), "completion": str([TALK[2]])},
             "column 'prompt' holds messages as a text that is no",

@@ -420,7 +420,8 @@ def test_a_text_that_no_conversation_holds_is_noted(row: dict[str, Any], unread:
         ({"prompt": "a?", "response_0": "b", "response_1": "c", "better_response_id": 1}, "response_0 and response_1"),
         ({"model_a": "x", "model_b": "y", "reply_a": "long", "reply_b": "longer"}, "reply_a and reply_b"),
         ({"prompt": "a?", "completion": "b", "label": True}, "data=unpaired_jsonl, for objective=kto"),
-        ({"prompt": "a?", "answers": ["b", "c"]}, "name the two answers 'chosen' and 'rejected'"),
+        ({"prompt": "a?", "answers": [{"answer": "b", "rank": 1}, {"answer": "c", "rank": 2}]}, "two of answers as"),
+        ({"prompt": "a?", "winner": "b", "loser": "c"}, "name the two answers 'chosen' and 'rejected'"),
         ({"prompt": "a?", **{side: str([SAID]) for side in ("chosen", "rejected")}}, "write it by json.dumps"),
     ],
 )
