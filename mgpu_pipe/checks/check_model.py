@@ -27,7 +27,7 @@ from mgpu_pipe.data.text.tokenizer_folder import (
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 from mgpu_pipe.models.field_sizes import largest_width, usable_positions
-from mgpu_pipe.models.fields import CAUSAL, ModelClassError, check_model_config, model_fields
+from mgpu_pipe.models.fields import CAUSAL, ModelClassError, check_model_config, model_fields, model_key
 from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
 from mgpu_pipe.objectives.vector_keys import VectorConfig
 from mgpu_pipe.system.local_files import exists, expand_home, is_file, is_folder
@@ -138,9 +138,8 @@ def check_family(model: ModelConfig, objective: ObjectiveConfig) -> None:
     """
     families, kind = description(objective.name).families, model_fields(model).get("model_type")
     if families and kind is not None and kind not in families:
-        key, value = ("model.type", model.type) if model.path is None else ("model.path", model.path)
         reason = f"objective.name={objective.name} does not train the {kind} family"
-        raise ConfigError(key, value, f"use one of the families {', '.join(families)}", reason)
+        raise ConfigError(*model_key(model), f"use one of the families {', '.join(families)}", reason)
 
 
 def check_tokenizer_size(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:

@@ -16,7 +16,15 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
 from mgpu_pipe.models.adapters.qlora import pack, packed_weight
 from mgpu_pipe.models.field_ranges import refused_activation, unknown_activations
-from mgpu_pipe.models.fields import HEADLESS, builder_of, check_model_config, class_of_folder, given_fields, with_floats
+from mgpu_pipe.models.fields import (
+    HEADLESS,
+    builder_of,
+    check_model_config,
+    class_of_folder,
+    given_fields,
+    model_key,
+    with_floats,
+)
 from mgpu_pipe.models.init.keyed_init import InitRecipe
 from mgpu_pipe.models.local_shards import TensorPart, fill_parameters
 from mgpu_pipe.models.model_parts import freeze_parameters
@@ -206,8 +214,9 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
         with torch.device("meta"):
             built = maker.from_config(config, attn_implementation=wanted, dtype=torch.float32)
     except ImportError as error:
-        fix = "install that package or use auto"
-        raise ConfigError("model.attn_implementation", model.attn_implementation, fix, first_line(error)) from error
+        key, value = ("model.attn_implementation", wanted) if wanted else model_key(model)
+        fix = f"install that package or use {'auto' if wanted else 'another family'}"
+        raise ConfigError(key, value, fix, first_line(error)) from error
     except REFUSALS as error:
         if wanted is not None and "attention" in str(error).lower():
             raise ConfigError("model.attn_implementation", wanted, "use auto", first_line(error)) from error
@@ -223,10 +232,8 @@ def _refused(model: ModelConfig, error: Exception) -> ConfigError:
     for key, name in unknown_activations(model):
         if isinstance(error, LookupError) and name in str(error):
             return refused_activation(key, name)
-    key, value = ("model.type", model.type) if model.path is None else ("model.path", model.path)
-    return ConfigError(
-        key, value, "change model.config", f"transformers refuses this configuration: {first_line(error)}"
-    )
+    reason = f"transformers refuses this configuration: {first_line(error)}"
+    return ConfigError(*model_key(model), "change model.config", reason)
 
 
 def first_line(error: object) -> str:

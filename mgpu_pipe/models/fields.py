@@ -159,7 +159,6 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
     classes = [model_class] if model_class else [name for name in MODEL_CLASSES if name != HEADLESS]
     types = {name for known_class in classes for name in model_types(known_class)}
     if model_type not in types and (model_class or model_type not in _headless_types()):
-        key, value = ("model.type", model.type) if model.path is None else ("model.path", model.path)
         close, kind = nearest(model_type, types), MODEL_CLASSES[classes[0]][1]
         a = "an" if kind.startswith("image") else "a"
         exists = any(model_type in model_types(known_class) for known_class in MODEL_CLASSES)
@@ -169,7 +168,7 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         if name:  # a published whole folder of Qwen-Omni, whose thinker alone is trained
             saved = f"transformers.{name}.from_pretrained(folder).save_pretrained(new)"
             fix = f"write a folder of its thinker: {saved}, and copy the tokenizer and preprocessor files"
-        raise ModelClassError(key, value, fix, f"transformers has no {kind} {model_type}")
+        raise ModelClassError(*model_key(model), fix, f"transformers has no {kind} {model_type}")
     known = config_class(model_type)
     if known is not None:
         parts = given_fields(model).items()
@@ -185,6 +184,11 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
     errors += [] if errors else size_errors(resolved_fields(model), model, part_type)
     if errors:
         raise ConfigErrors(errors)
+
+
+def model_key(model: ModelConfig) -> tuple[str, str | None]:
+    """Key that names the model, and its value."""
+    return ("model.type", model.type) if model.path is None else ("model.path", model.path)
 
 
 def given_fields(model: ModelConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,12 @@ def test_weights_that_do_not_fit_are_listed(folder: Path, config: dict[str, int]
         load_pretrained(ModelConfig(path=str(folder), config=config), "cpu")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
+def test_a_package_that_a_family_needs_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^model.type=gemma3n: .*requires the timm library.*; install that package"):
+        build_meta(ModelConfig(type="gemma3n"), "AutoModelForImageTextToText")
 
 
 def test_a_misspelt_override_of_a_folder_is_refused(folder: Path) -> None:
