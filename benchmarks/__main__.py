@@ -15,7 +15,7 @@ NAMES = {
         "fine_tuning_memory",
     ),
     "traffic": ("data_parallel_bytes", "axes_bytes", "expert_bytes", "zero_bytes"),
-    "accuracy": ("sweep_search", "plan_accuracy", "plan_cpu"),
+    "accuracy": ("sweep_search", "plan_accuracy", "plan_cpu", "encoder_parity"),
 }
 
 for folder, names in NAMES.items():
