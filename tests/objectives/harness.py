@@ -4,7 +4,7 @@ and what a run's folder is good for."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from tests.support import small_runs
 Batch = dict[str, torch.Tensor]
 LARGEST: dict[str, float] = {}
 """Largest differences between a model and its oracle since the last ``clear``: of a ``loss``, relative; of the
-``gradient`` of a parameter, over the norm of all gradients. ``benchmarks.accuracy.encoder_parity`` shows them."""
+``gradient`` of a parameter, over the norm of all gradients; of a ``figure``, absolute.
+``benchmarks.accuracy.encoder_parity`` shows them."""
 PAIRS = [
     {
         "prompt": f"What is {number} and {number}?",
@@ -82,6 +83,13 @@ def check_loss(found: torch.Tensor | float, expected: torch.Tensor, bound: float
     difference = abs(float(found) - wanted) / abs(wanted)
     record("loss", difference)
     assert difference <= bound, f"loss {float(found)}, the oracle's {wanted}"
+
+
+def check_figures(found: Sequence[float], expected: Sequence[float], bound: float) -> None:
+    """Metrics differ from the oracle's by at most ``bound``."""
+    difference = max(abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True))
+    record("figure", difference)
+    assert difference <= bound, f"{found}, the oracle's {expected}"
 
 
 def check_gradients(

@@ -21,7 +21,15 @@ from mgpu_pipe.models.build import run_model
 from mgpu_pipe.objectives.reranker import RerankerObjective, ranking_sums
 from mgpu_pipe.objectives.vector_keys import RERANKER, RerankerConfig, RerankerLoss
 from tests.data.text.test_pair_template import configured, rows_of, samples_of
-from tests.objectives.harness import check_cuts, check_gradients, check_loss, cut, gradients_of, step_loss
+from tests.objectives.harness import (
+    check_cuts,
+    check_figures,
+    check_gradients,
+    check_loss,
+    cut,
+    gradients_of,
+    step_loss,
+)
 from tests.objectives.test_text_embedding import SIZES as TEXT_SIZES
 from tests.support.command import mgpu, run_folder
 from tests.support.pair_tokenizers import write_tokenizer
@@ -121,8 +129,8 @@ def test_metrics_are_those_of_sentence_transformers() -> None:
     expected = evaluator(Known())
     sums = ranking_sums(scores.masked_fill(~there, -torch.inf), there.long())
     found = RERANKER.measured([0.0, *sums.tolist(), 1])
-    for name in ("mrr@10", "ndcg@10"):
-        assert found[f"val/{name}"] == pytest.approx(expected[name], rel=1e-9)
+    names = ("mrr@10", "ndcg@10")
+    check_figures([found[f"val/{name}"] for name in names], [expected[name] for name in names], 1e-10)
     first = [float(scores[row, 0]) > float(scores[row, 1 : 1 + count].max()) for row, count in enumerate(counts)]
     assert found["val/accuracy"] == pytest.approx(sum(first) / 40)
 

@@ -12,7 +12,15 @@ from transformers import BertConfig, BertModel
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective, search_sums
 from mgpu_pipe.objectives.text_vectors import TextVectorObjective
 from mgpu_pipe.objectives.vector_keys import SEARCH_METRICS, TEXT_EMBEDDING, TextEmbeddingConfig
-from tests.objectives.harness import check_gradients, check_loss, cut, gradients_of, step_loss, vector_errors
+from tests.objectives.harness import (
+    check_figures,
+    check_gradients,
+    check_loss,
+    cut,
+    gradients_of,
+    step_loss,
+    vector_errors,
+)
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -262,7 +270,7 @@ def test_metrics_are_those_of_sentence_transformers(monkeypatch: pytest.MonkeyPa
         scores["ndcg@k"][10],
     )
     found = TEXT_EMBEDDING.measured([0.0, *sums.tolist(), 60])
-    assert [found[f"val/{name}"] for name in SEARCH_METRICS] == pytest.approx(list(expected), abs=1e-9)
+    check_figures([found[f"val/{name}"] for name in SEARCH_METRICS], list(expected), 1e-9)
 
 
 @pytest.mark.parametrize(
