@@ -8,7 +8,7 @@ NAMES = {
     "speed": (
         *("step_overhead", "step_time", "packed_rows", "loss_head", "data_pipeline", "image_audio_loading"),
         *("data_parallel_time", "axes_time", "context_time", "pipeline_bubble", "deepspeed_time", "trainer_time"),
-        *("fine_tuning_time", "checkpoint_save", "thread_waits", "generate_time"),
+        *("fine_tuning_time", "checkpoint_save", "thread_waits", "generate_time", "embeddings"),
     ),
     "memory": (
         *("long_text_memory", "axes_memory", "context_memory", "contrastive_loss", "building_memory"),

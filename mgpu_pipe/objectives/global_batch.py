@@ -1,9 +1,11 @@
 """Objectives that compare every sample with all samples of the step, e.g. contrastive ones.
 
-1. Each micro-batch is encoded without gradients. The features of all processes are gathered, or sent round a ring.
+1. Each micro-batch is encoded, all but the last without a graph. The features of all processes are gathered, or sent
+   round a ring.
 2. Each process computes the losses of its own samples. The features' gradients, summed over the processes, are those
    of the global batch's loss.
-3. Each micro-batch is encoded again and the gradients of its features are backpropagated.
+3. The gradients of the last micro-batch's features are backpropagated. Then each other one is encoded again, and its
+   gradients are backpropagated.
 
 So ``data.global_batch_size`` fixes the mathematics, however the batch is cut (Gao, Zhang, Han and Callan 2021, "Scaling
 Deep Contrastive Learning Batch Size under Memory Limited Setup").
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +27,24 @@ from mgpu_pipe.objectives.sample_group import SampleGroup
 Features = dict[str, torch.Tensor]
 
 
+@dataclass
+class MicroBatchShare:
+    """A micro-batch's part of the third pass.
+
+    Attributes:
+        gradients: of its features.
+        loss: sum of its losses.
+        random_state: before its encoding; after it, if there is a graph.
+        graph: its features with their graph, if it need not be encoded again.
+    """
+
+    batch: Mapping[str, torch.Tensor]
+    gradients: Features
+    loss: torch.Tensor
+    random_state: torch.Tensor
+    graph: Features | None
+
+
 class GlobalBatchObjective(Objective):
     """Base of objectives over the global batch. A subclass defines :meth:`encode` and :meth:`losses`.
 
@@ -32,8 +53,10 @@ class GlobalBatchObjective(Objective):
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
-        self._shares: list[tuple[Features, torch.Tensor, torch.Tensor]] = []
-        """Feature gradients, sum of losses and random state of each micro-batch to come."""
+        self._shares: list[MicroBatchShare] = []
+        """Of the micro-batches to come, the last one first."""
+        self._keeps_graph = False
+        """False in the first step, in which the engine measures the activations of an encoding."""
 
     @abstractmethod
     def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
@@ -56,28 +79,36 @@ class GlobalBatchObjective(Objective):
     ) -> None:
         device = next(self.model.parameters()).device
         training = torch.is_grad_enabled()
+        self._shares, graph = [], None
         states, encoded = [], list[Features]()
-        with torch.no_grad():
-            for batch in batches:
-                states.append(_random_state(device))
+        for number, batch in enumerate(batches, start=1):
+            states.append(_random_state(device))
+            with torch.set_grad_enabled(training and self._keeps_graph and number == len(batches)):
                 features = self.encode(batch)
-                encoded.append(features if training else {**features, **self.pair_labels(batch)})
-        if states:
+                if torch.is_grad_enabled():
+                    graph, states[-1] = features, _random_state(device)
+            features = {name: values.detach() for name, values in features.items()}
+            encoded.append(features if training else {**features, **self.pair_labels(batch)})
+        self._keeps_graph = self._keeps_graph or training
+        if not training:
             _set_random_state(device, states[0])
+        sizes = [len(next(iter(features.values()))) for features in encoded[:num_valid]]
         mine = {
-            name: at_least_fp32(torch.cat([like[:0], *[features[name] for features in encoded[:num_valid]]]))
-            for name, like in encoded[0].items()
+            name: at_least_fp32(torch.cat([like[:0], *[features.pop(name) for features in encoded[:num_valid]]]))
+            for name, like in list(encoded[0].items())
         }
         with torch.no_grad():
             ring_losses = self.losses_by_ring(mine, world) if training and world.ring > 1 else None
             losses, gradients = ring_losses or self._losses_of_all(mine, world, training)
-        self._shares = []
         start = 0
-        for number, (features, state) in enumerate(zip(encoded, states, strict=True)):
-            size = len(next(iter(features.values()))) if number < num_valid else 0
-            part = {name: gradient[start : start + size] for name, gradient in gradients.items()}
-            self._shares.append((part, losses[start : start + size].sum(), state))
-            start += size
+        for number, (batch, state) in enumerate(zip(batches, states, strict=True)):
+            end = start + (sizes[number] if number < num_valid else 0)
+            part = {name: gradient[start:end] for name, gradient in gradients.items()}
+            self._shares.append(MicroBatchShare(batch, part, losses[start:end].sum(), state, None))
+            start = end
+        if training:
+            self._shares[-1].graph = graph
+            self._shares.insert(0, self._shares.pop())
 
     def _losses_of_all(self, mine: Features, world: SampleGroup, training: bool) -> tuple[torch.Tensor, Features]:
         """Losses of this process's samples and gradients of their features. Gathers all features."""
@@ -115,14 +146,16 @@ class GlobalBatchObjective(Objective):
         """Called with the features of all samples of an evaluated step batch, and the rows of this process."""
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The micro-batch's share of the loss. Its gradient is that of the global batch's loss."""
-        gradients, share, state = self._shares.pop(0)
+        """Share of the loss of a micro-batch of the step, each in turn. Its gradient is that of the global batch's
+        loss."""
+        share = self._shares.pop(0)
         if not torch.is_grad_enabled():
-            return share
-        _set_random_state(share.device, state)
-        features = self.encode(batch)
-        product = torch.stack([(at_least_fp32(features[name]) * gradients[name]).sum() for name in gradients]).sum()
-        return product + (share - product.detach())
+            return share.loss
+        _set_random_state(share.loss.device, share.random_state)
+        features = share.graph or self.encode(share.batch)
+        products = [(at_least_fp32(features[name]) * part).sum() for name, part in share.gradients.items()]
+        product = torch.stack(products).sum()
+        return product + (share.loss - product.detach())
 
 
 def at_least_fp32(values: torch.Tensor) -> torch.Tensor:

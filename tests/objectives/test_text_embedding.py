@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
+from benchmarks import support
+from benchmarks.speed import embeddings
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective, search_sums
 from mgpu_pipe.objectives.text_vectors import TextVectorObjective
 from mgpu_pipe.objectives.vector_keys import SEARCH_METRICS, TEXT_EMBEDDING, TextEmbeddingConfig
@@ -330,3 +333,22 @@ def test_a_teachers_loss_and_gradients_are_those_of_sentence_transformers(
     wanted = {name: gradient for name, gradient in gradients_of(whole).items() if not name.startswith("pooler.")}
     # Slopes of a query's documents cancel: what is left of a bias is rounded as the sum of all gradients is.
     check_gradients(model, wanted, each=bound, whole=bound / 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", list(embeddings.PARTS))
+def test_the_benchmark_compares_with_sentence_transformers(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiny sizes; it compares losses and vectors itself. At equally many texts a pass, the peak is not higher."""
+    pytest.importorskip("sentence_transformers", reason=REASON)
+    monkeypatch.setattr(support, "RESULTS", tmp_path / "results")
+    model = {**embeddings.SIZES, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    few = {"batch": 16, "texts": 4, "pairs": (2,), "seq_len": 64, "blocks": 1, "steps": 2, "large": 64, "micro": 4}
+    sizes = embeddings.Sizes(**few, files=40, model=tuple(model.items()))
+    embeddings.write_model(tmp_path / "model", sizes)
+    embeddings.PARTS[part](tmp_path, sizes)
+    [file] = (tmp_path / "results").iterdir()
+    ratios = {row["what"]: row["ratio"] for row in json.loads(file.read_text())["rows"]}
+    assert all(ratio > 0 for ratio in ratios.values())
+    assert ratios.get("micro-batches of 2 pairs: peak MB", 0.0) <= 1.0
