@@ -125,17 +125,18 @@ class Sight:
     Attributes:
         pictures: ``one_size``: pictures of the tower's size; ``parts``: parts of one size and the whole picture after
             them; ``tiles``: as many tiles of one size as fit the picture's shape, and the whole picture after them;
+            ``canvas``: tiles with black next to the picture, a token after each, and the whole picture after them;
             ``grid``: native size, positions along three axes; ``rows``: native size, a token after each row of places;
             ``pooled``: native size, the average of several patches for each place.
         videos: time of a video's frames: an ``axis`` of positions, or ``text`` before each frame; empty: no videos.
         both_ways: what is read bidirectionally: each picture, or pictures and text before an answer (``questions``).
             Such rows hold one conversation.
-        opener: field of the token before a picture, if the chat template writes it alone. The family's processor then
-            adds the places, the token after them and two line breaks around all.
+        opener: field, or text, of the token that the chat template writes for a picture, if not that of its places.
+            The family's processor adds these, and what stands around them.
         cacheable: whether the tower's output can be kept.
     """
 
-    pictures: Literal["one_size", "parts", "tiles", "grid", "rows", "pooled"] = "one_size"
+    pictures: Literal["one_size", "parts", "tiles", "canvas", "grid", "rows", "pooled"] = "one_size"
     videos: Literal["", "axis", "text"] = ""
     both_ways: Literal["", "pictures", "questions"] = ""
     opener: str = ""

@@ -75,6 +75,11 @@ _OWN: Mapping[str, Family] = {
         tower_outputs=_LAST,
         sight=Sight("tiles"),
     ),
+    "llama4": Family(
+        modules={"Llama4VisionAttention": _O_PROJ, "Llama4VisionMLP": FC, "Llama4VisionMLP2": FC},
+        tower_outputs=_LAST,
+        sight=Sight("canvas", opener="<|image|>"),
+    ),
     "llava": Family(
         modules={"LlavaMultiModalProjector": {"linear_1": "column", "linear_2": "row"}},
         tower_outputs={"vision": ("hidden_states",)},

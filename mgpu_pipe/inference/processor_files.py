@@ -24,7 +24,7 @@ from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.images.decode_image import MODES, decode, pillow
 from mgpu_pipe.data.images.grids import GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
-from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels
+from mgpu_pipe.data.images.parts import CanvasPixels, PartPixels, PatchPixels, TilePixels
 from mgpu_pipe.data.images.pixels import FILTERS, Pixels
 from mgpu_pipe.data.images.videos import FEWEST
 from mgpu_pipe.data.model_field import NESTED, PREPROCESSOR, PROCESSOR
@@ -65,6 +65,8 @@ def probe_files(stored: StoredModel) -> ProbeFiles:
             content = {WAVE: torch.from_numpy(wave), RATE: torch.tensor(spectrogram.rate)}
             return ProbeFiles(content, {spectrogram.input_name: torch.from_numpy(spectrogram.extract([wave]))}, False)
         pixels = chat_pixels(config.data, config.model) if chats else Pixels.from_config(config.data, config.model)  # type: ignore[arg-type]
+        if isinstance(pixels, CanvasPixels):  # its processor wants torchvision, whose filter differs by a level
+            return ProbeFiles({}, {}, False)
         png = _picture(pixels.channels)
         image = decode(png, pixels.channels)
         seen = pixels.fitted(image)
@@ -173,6 +175,10 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
     if isinstance(pixels, PartPixels):
         whole = {"processor_class": f"{kind}Processor", "image_seq_len": pixels.parts.tokens}
         return {PREPROCESSOR: _parts_settings(pixels, kind), PROCESSOR: whole}
+    if isinstance(pixels, CanvasPixels):
+        ratio, patch = model.vision_config.pixel_shuffle_ratio, model.vision_config.patch_size
+        whole = {PROCESSOR_CLASS: "Llama4Processor", "patch_size": patch, "pixel_shuffle_ratio": ratio}
+        return {PREPROCESSOR: _canvas_settings(pixels), PROCESSOR: whole}
     if isinstance(pixels, TilePixels):
         return {PREPROCESSOR: _tile_settings(pixels), PROCESSOR: _whole_settings(kind, pixels.parts.tokens)}
     pictures, vision = _square_settings(pixels, "LlavaImageProcessor"), model.vision_config
@@ -224,6 +230,11 @@ def _tile_settings(pixels: TilePixels) -> dict[str, Any]:
         "min_patches": pixels.parts.fewest,
         "max_patches": pixels.parts.most,
     }
+
+
+def _canvas_settings(pixels: CanvasPixels) -> dict[str, Any]:
+    most = {"max_patches": pixels.parts.most, "resize_to_max_canvas": False}
+    return {**_square_settings(pixels, "Llama4ImageProcessor"), "resample": BILINEAR, **most}
 
 
 def _square_settings(pixels: Pixels, kind: str) -> dict[str, Any]:

@@ -357,7 +357,7 @@ def picture_tokens(config: Any) -> int:
     vision = config.vision_config
     patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
     across = picture_shape(config)[1] // patch
-    return picture_places(vision.model_type, across, lambda name: getattr(config, name, None))
+    return picture_places(vision.model_type, across, lambda name: getattr(config, name, getattr(vision, name, None)))
 
 
 def has_two_towers(model: Any) -> bool:

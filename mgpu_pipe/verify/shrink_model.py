@@ -13,7 +13,7 @@ from math import lcm
 from typing import Any
 
 from mgpu_pipe.architectures.config_source import ConfigClass, config_class
-from mgpu_pipe.architectures.find import family_of, recordings_of
+from mgpu_pipe.architectures.find import family_of, recordings_of, sight_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.fields import CAUSAL as IS_CAUSAL
 from mgpu_pipe.models.fields import TEXT, config_fields, given_fields, is_noise, model_types, part_type, resolved_fields
@@ -175,6 +175,10 @@ def _fit_pictures(changed: dict[str, Any], known: ConfigClass, model_type: str, 
         changed["mm_tokens_per_image"] = 1
     if "scale_factor" in known.names:  # it divides the patches across
         changed["scale_factor"] = 2
+    if sight_of(model_type).pictures == "canvas":
+        vision = changed["vision_config"]  # the shuffled patches of a vector are as wide as the feed-forward layer
+        vision["intermediate_size"] = round(vision["hidden_size"] / vision.get("pixel_shuffle_ratio", 0.5) ** 2)
+        vision |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), WIDTH)
     if "depth" in changed.get("vision_config", {}):
         changed["vision_config"] = _native_size_tower(changed, int(changed[TEXT]["num_hidden_layers"]) // stages)
 

@@ -62,6 +62,7 @@ NEEDS_MORE = {
     ("model", "gemma4_tiny"),
     ("model", "mistral3_tiny"),
     ("model", "internvl_tiny"),
+    ("model", "llama4_tiny"),
     ("model", "qwen35_tiny"),
     ("model", "qwen2_audio_tiny"),
     ("model", "voxtral_tiny"),

@@ -12,11 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mgpu_pipe.architectures.pictures import PooledGrid, RowGrid, Tiles
+from mgpu_pipe.architectures.pictures import Canvas, PooledGrid, RowGrid, Tiles
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.grids import chat_pixels
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.parts import CanvasPixels
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
@@ -24,6 +25,7 @@ from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.harness import check_written, generated
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
+from tests.support.canvas_of_maker import canvases_of_maker, maker
 from tests.support.pictures import SIZES, write_chats
 from tests.support.sampling import one_in
 from tests.support.vision_folders import FOLDERS, model_inputs, prepared_by_maker, write_folder
@@ -89,7 +91,7 @@ def test_crops_beside_a_picture_are_refused(tmp_path: Path) -> None:
         chat_pixels(config.data, config.model)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("model", ["internvl_tiny", "mistral3_tiny", "gemma4_tiny"])
+@pytest.mark.parametrize("model", ["internvl_tiny", "mistral3_tiny", "gemma4_tiny", "llama4_tiny"])
 def test_a_changed_picture_keeps_its_places(model: str) -> None:
     changes = ("data.random_crop=0.2", "data.flip=true", "data.augment.crop_area=[0.1,0.3]")
     config = compose(["objective=vision_language", f"model={model}", "data=digit_questions", *changes])[0]
@@ -109,6 +111,24 @@ def test_pictures_have_as_many_tiles_as_transformers_cuts(fewest: int, most: int
     for height, width in [(1, 1), (1, 999), (3000, 2), (448, 896), *random.integers(1, 3000, (200, 2)).tolist()]:
         across, down = get_optimal_tiled_canvas((height, width), (448, 448), fewest, most)
         assert tiles.places(height, width) == (down, across)
+
+
+def test_canvases_are_those_of_transformers() -> None:
+    largest, random = Canvas(336, 144, 1, 16), np.random.default_rng(0)
+    canvases = torch.tensor(maker().find_supported_resolutions(16, maker().SizeDict(height=336, width=336)))
+    for height, width in [(1, 1), (1, 999), (3000, 2), (336, 672), *random.integers(1, 4000, (200, 2)).tolist()]:
+        canvas = maker().get_best_fit((height, width), canvases)
+        rooms = [min(max(length, 336), room) for length, room in zip((height, width), canvas, strict=True)]
+        fitted = maker().get_max_res_without_distortion((height, width), rooms)
+        assert tuple(336 * tiles for tiles in largest.places(height, width)) == tuple(canvas.tolist())
+        assert largest.scaled(height, width) == tuple(max(int(side), 1) for side in fitted)
+    pixels = CanvasPixels(16, 3, (0.5,) * 3, (0.4,) * 3, "squash", Canvas(16, 4, 1, 6))
+    settings = {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.4] * 3, "max_patches": 6}
+    for seed, side in enumerate([(12, 40), (33, 15), (5, 6), (70, 50), (16, 16)]):
+        image = Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*side, 3), np.uint8))
+        for by_torch, levels in ((False, 0), (True, 1)):  # torch's filter differs from Pillow's by a level
+            found = canvases_of_maker([image], settings, by_torch)["pixel_values"].numpy()
+            assert np.abs(pixels.clip([image]) - found).max() <= levels * 1.6 / (255 * 0.4)
 
 
 def test_pictures_have_as_many_places_as_transformers_gives() -> None:

@@ -187,7 +187,7 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         partial(words_of, "objective=vision_language data=digit_questions model=hf"),
         """
         model.type=gemma3n -> model.type=gemma3n: objective.name=vision_language does not train the gemma3n family
-        model.type=llama4 -> model.type=llama4: objective.name=vision_language does not train the llama4 family
+        model.type=aya_vision -> model.type=aya_vision: objective.name=vision_language does not train the aya_vision
         """,
     ),
     (
@@ -219,6 +219,8 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         """
         model=llama_tiny model.config={} -> llama
         model=internvl_tiny data.fit=crop -> data.fit=crop: the model sees pictures in tiles
+        model=llama4_tiny data.min_pixels=64 -> data.min_pixels=64: a canvas has no fewest tiles
+        model=llama4_tiny data.max_pixels=60 -> data.max_pixels=60: a tile has 64 pixels
         model=internvl_tiny data.max_pixels=60 -> data.max_pixels=60: a tile has 64 pixels
         model=internvl_tiny model.config.vision_config.patch_size=8 -> downsample_ratio=0.5: a picture has 1 x
         model=gemma3_tiny model.config.mm_tokens_per_image=9 -> mm_tokens_per_image=9: a picture has 4 x 4

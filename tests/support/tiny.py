@@ -101,7 +101,7 @@ def model_class(source: ModelConfig) -> str | None:
     known = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification", **two_towers}
     seeing = (
         *("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "paligemma"),
-        *("gemma3", "gemma4", "internvl", "mistral3", "qwen3_5", "qwen2_audio"),
+        *("gemma3", "gemma4", "internvl", "llama4", "mistral3", "qwen3_5", "qwen2_audio"),
         *("qwen2_5_omni_thinker", "voxtral"),
     )
     known |= dict.fromkeys(seeing, "AutoModelForImageTextToText")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.support.canvas_of_maker import canvases_of_maker
 from tests.support.real_folders import need_chat_templates
 
 TEXT = {
@@ -262,6 +263,55 @@ FOLDERS["gemma4"] = VisionFolder(
     placeholder="<|image|>",
     expand=lambda made, index: f"<|image>{'<|image|>' * int(made['num_soft_tokens_per_image'][index])}<image|>",
 )
+LLAMA4 = """{{- bos_token -}}{%- for message in messages -%}
+{{- '<|header_start|>' + message['role'] + '<|header_end|>\\n\\n' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for content in message['content'] -%}
+{%- if content['type'] == 'image' -%}{{- '<|image|>' -}}
+{%- elif content['type'] == 'text' -%}{{- content['text'] -}}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{{- '<|eot|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|header_start|>assistant<|header_end|>\\n\\n' -}}{%- endif -%}"""
+
+
+def tiles_of_canvas(down: int, across: int) -> str:
+    """Text of a picture on ``down`` by ``across`` tiles, as Llama 4's processor writes it."""
+    each, text = "<|patch|>" * 4, "<|image_start|>"
+    if down * across > 1:
+        for _ in range(down):
+            text += "<|tile_x_separator|>".join([each] * across) + "<|tile_y_separator|>"
+    return f"{text}<|image|>{each}<|image_end|>"
+
+
+FOLDERS["llama4"] = VisionFolder(
+    tokens=(
+        *("<|header_start|>", "<|header_end|>", "<|eot|>", "<|image_start|>", "<|image_end|>", "<|image|>"),
+        *("<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    ),
+    named={},
+    fields=lambda token: {
+        **{"boi_token_index": token("<|image_start|>"), "eoi_token_index": token("<|image_end|>")},
+        "image_token_index": token("<|patch|>"),
+        "text_config": {
+            **{**TEXT, "model_type": "llama4_text", "intermediate_size_mlp": 48, "num_local_experts": 4},
+            **{"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 32},
+        },
+        "vision_config": {
+            **{**TOWER, "model_type": "llama4_vision_model", "image_size": 16, "patch_size": 4},
+            **{"intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32},
+            "vision_output_dim": 32,
+        },
+    },
+    image={
+        **squares(16, "Llama4ImageProcessor", image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=2),
+        **{"max_patches": 6, "resize_to_max_canvas": False},
+    },
+    processor={"processor_class": "Llama4Processor", "patch_size": 4, "pixel_shuffle_ratio": 0.5},
+    template=LLAMA4,
+    placeholder="<|image|>",
+    expand=lambda made, index: tiles_of_canvas(*made["aspect_ratios"][index]),
+)
 for family, template, more in (
     (
         "qwen2_5_vl",
@@ -348,7 +398,9 @@ def prepared_by_maker(
     known: VisionFolder = FOLDERS[family]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     made = dict[str, Any]()
-    if images:
+    if images and family not in PIL:  # Llama 4's is of torchvision alone
+        made = canvases_of_maker(images, json.loads((folder / "preprocessor_config.json").read_text()))
+    elif images:
         processor = getattr(transformers, PIL[family]).from_pretrained(folder)
         made = dict(processor(images, return_tensors="pt", **ALSO.get(family, {})))
     first, *rest = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt).split(
@@ -358,7 +410,7 @@ def prepared_by_maker(
     return {"input_ids": tokenizer(text, add_special_tokens=False)["input_ids"], **made}
 
 
-NO_INPUTS = ("num_patches", "num_crops", "num_soft_tokens_per_image")
+NO_INPUTS = ("aspect_ratios", "num_patches", "num_crops", "num_soft_tokens_per_image")
 TYPES = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "mm_token_type_ids"),
     **{"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "qwen3_5": "mm_token_type_ids"},

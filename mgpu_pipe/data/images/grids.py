@@ -23,7 +23,14 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.images.decode_image import size_of
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels, native_channels, picture_tokens_of
+from mgpu_pipe.data.images.parts import (
+    CanvasPixels,
+    PartPixels,
+    PatchPixels,
+    TilePixels,
+    native_channels,
+    picture_tokens_of,
+)
 from mgpu_pipe.data.images.picture_files import FILES
 from mgpu_pipe.data.images.pixels import Pixels, normalisation, preprocessor, vision_field
 from mgpu_pipe.data.model_field import model_field
@@ -117,8 +124,8 @@ def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
     if preprocessor(model).get("do_pan_and_scan"):
         fix = "set do_pan_and_scan to false in its preprocessor_config.json"
         raise ConfigError("model.path", model.path, fix, "the model would be given crops next to each picture")
-    if kind == "tiles":
-        return TilePixels.from_tiles(data, model)
+    if kind in ("tiles", "canvas"):
+        return (TilePixels if kind == "tiles" else CanvasPixels).from_tiles(data, model)
     for name in ("min_pixels", "max_pixels"):
         if getattr(data, name) != "auto":
             raise ConfigError(f"data.{name}", getattr(data, name), "leave it out", "the model's pictures have one size")

@@ -1,5 +1,5 @@
-"""Pictures that are cut: into parts of one size (SmolVLM) or tiles (InternVL), each next to the whole picture, or in
-native size into patches whose tokens have positions along one axis (Pixtral, Gemma 4)."""
+"""Pictures that are cut: into parts of one size (SmolVLM) or tiles (InternVL, Llama 4), each next to the whole
+picture, or in native size into patches whose tokens have positions along one axis (Pixtral, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from typing_extensions import Self
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.pictures import (
     ACROSS,
+    MOST_OF_CANVAS,
     MOST_TILES,
+    Canvas,
     Parts,
     PatchGrid,
     PooledGrid,
@@ -123,13 +125,16 @@ class TilePixels(CutPixels):
 
     parts: Tiles
     resampling: ClassVar[str] = "BICUBIC"
+    kind: ClassVar[type[Tiles]] = Tiles
+    usual_most: ClassVar[int] = MOST_TILES
+    """Default of most tiles of a picture."""
 
     @classmethod
     def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
         """Reads a run's settings; ConfigError as :meth:`whole_picture`, or for bounds that no tile keeps."""
         whole, folder = cls.whole_picture(data, model, "tiles")
         area = whole.size**2
-        fewest, most = (folder.get(name) or usual for name, usual in (("min_patches", 1), ("max_patches", MOST_TILES)))
+        fewest, most = folder.get("min_patches") or 1, folder.get("max_patches") or cls.usual_most
         if data.min_pixels != "auto":
             fewest = max(1, -(-data.min_pixels // area))
         if data.max_pixels != "auto":
@@ -137,7 +142,7 @@ class TilePixels(CutPixels):
         if most < fewest:
             reason = f"a tile has {area} pixels, and a picture at least {fewest} tiles"
             raise ConfigError("data.max_pixels", data.max_pixels, f"use at least {fewest * area}", reason)
-        tiles = Tiles(whole.size, picture_tokens_of(model, whole.size), fewest, most)
+        tiles = cls.kind(whole.size, picture_tokens_of(model, whole.size), fewest, most)
         return cls(whole.size, whole.channels, whole.mean, whole.std, "squash", tiles)
 
     def final_size(self, image: Image) -> tuple[int, int]:
@@ -165,12 +170,61 @@ def picture_tokens_of(model: ModelConfig, size: int) -> int:
     if not isinstance(patch, int) or not 1 <= patch <= size:
         fix = "give model.config.vision_config.image_size and patch_size"
         raise ConfigError("model.config.vision_config.patch_size", patch, fix, f"pictures have {size} pixels")
-    field = partial(model_field_or_default, model)
+
+    def field(name: str) -> Any:
+        value = model_field_or_default(model, name)
+        return vision_field(model, name) if value is None else value
+
     try:
         return picture_places(str(vision_field(model, "model_type")), size // patch, field)
     except ValueError as error:
         name, reason = error.args
         raise ConfigError(f"model.config.{name}", field(name), "use a divisor of the patches", reason) from error
+
+
+@dataclass(frozen=True)
+class CanvasPixels(TilePixels):
+    """Converts pictures to the tiles of a canvas, in steps that are rounded to bfloat16 as in transformers."""
+
+    parts: Canvas
+    resampling: ClassVar[str] = "BILINEAR"
+    kind: ClassVar[type[Tiles]] = Canvas
+    usual_most: ClassVar[int] = MOST_OF_CANVAS
+
+    @classmethod
+    def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
+        if data.min_pixels != "auto":
+            raise ConfigError("data.min_pixels", data.min_pixels, "leave it out", "a canvas has no fewest tiles")
+        if preprocessor(model).get("resize_to_max_canvas"):
+            fix = "set resize_to_max_canvas to false in its preprocessor_config.json"
+            raise ConfigError("model.path", model.path, fix, "the model would be given the largest canvas")
+        return super().from_tiles(data, model)
+
+    def array(self, image: Image) -> NDArray[np.float32]:
+        levels = _bfloat16(np.arange(256, dtype=np.float32) * np.float32(1 / 255))
+        stored = np.asarray(image).reshape(image.height, image.width, self.channels)
+        means, stds = _bfloat16(self.mean), _bfloat16(self.std)
+        values = [_bfloat16(_bfloat16(levels - mean) / std) for mean, std in zip(means, stds, strict=True)]
+        return np.stack([values[channel][stored[..., channel]] for channel in range(self.channels)])
+
+    def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
+        (image,) = images
+        down, across = self.parts.places(image.height, image.width)
+        height, width = self.parts.scaled(image.height, image.width)
+        canvas = pillow().new(image.mode, (across * self.size, down * self.size))
+        canvas.paste(self.resized(image, width, height))
+        values = self.array(canvas)
+        if down * across == 1:
+            return values[None]
+        return self.cut(values, self.array(self.resized(image, self.size, self.size)))
+
+
+def _bfloat16(values: Any) -> NDArray[np.float32]:
+    """Values rounded to the nearest bfloat16, ties to even."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) & np.uint32(0xFFFF0000)
+    result: NDArray[np.float32] = rounded.astype(np.uint32).view(np.float32)
+    return result
 
 
 SOFT_TOKENS = 280

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.architectures.pictures import Grid, Parts, PatchGrid, PooledGrid, RowGrid, Tiles
+from mgpu_pipe.architectures.pictures import Canvas, Grid, Parts, PatchGrid, PooledGrid, RowGrid, Tiles
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.chat_sounds import chat_window, tokens_of_sounds
 from mgpu_pipe.data.audio.log_mel import FrameMel, LogMel
@@ -83,6 +83,8 @@ class PreparedPictureChats(PreparedRows):
     """Cuts pictures into parts; a part takes ``tokens_a_picture``."""
     tiles: Tiles | None = None
     """Cuts pictures into tiles; a tile takes ``tokens_a_picture``."""
+    canvas: Canvas | None = None
+    """Lays pictures onto tiles; a tile takes ``tokens_a_picture``."""
     rows: RowGrid | None = None
     """Cuts pictures into patches, with a token after each row of places."""
     pooled: PooledGrid | None = None
@@ -133,7 +135,7 @@ class PreparedPictureChats(PreparedRows):
     @property
     def named_parts(self) -> Parts | Tiles | PatchGrid | None:
         """Cut on which the text of a picture depends."""
-        return self.parts or self.tiles or self.rows or self.pooled
+        return self.parts or self.tiles or self.canvas or self.rows or self.pooled
 
     def pictures_of(self, split: Split) -> Path:
         return self.pictures if split == "train" else self.held_out_pictures
@@ -233,7 +235,7 @@ class PreparedPictureChats(PreparedRows):
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         kinds: dict[str, type[Any]] = {"grid": Grid, "parts": Parts, "tiles": Tiles, "rows": RowGrid}
         window = FrameMel if "extractor" in (value.get("window") or {}) else LogMel
-        kinds |= {"pooled": PooledGrid, "window": window}
+        kinds |= {"canvas": Canvas, "pooled": PooledGrid, "window": window}
         cut = {name: kind(**value[name]) for name, kind in kinds.items() if value.get(name)}
         return super().from_dict({**value, **cut})
 
@@ -298,7 +300,8 @@ def prepare_picture_chats(
         tokens_a_picture=tokens,
         grid=grid,
         parts=parts,
-        tiles=tiles,
+        tiles=None if isinstance(tiles, Canvas) else tiles,
+        canvas=tiles if isinstance(tiles, Canvas) else None,
         rows=patches if isinstance(patches, RowGrid) else None,
         pooled=patches if isinstance(patches, PooledGrid) else None,
         opener=opener,

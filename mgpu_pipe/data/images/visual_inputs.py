@@ -51,10 +51,13 @@ def opener_of(tokenizer: Path, model_type: str, field: Callable[[str], Any]) -> 
     from tokenizers import Tokenizer
 
     name = sight_of(model_type).opener
-    opener = field(name) if name else None
-    if opener is None:
+    if not name:
         return None
     read = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    opener = field(name)
+    opener = read.token_to_id(name) if opener is None else opener
+    if opener is None:
+        return None
     knows = read.token_to_id(PLACE) is None and read.id_to_token(opener) is not None
     return int(opener) if knows else None
 
@@ -69,7 +72,8 @@ def placeholder_texts(model: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str
     added = {
         entry["id"]: entry["content"] for entry in json_file(tokenizer.folder / TOKENIZER).get("added_tokens") or ()
     }
-    texts = dict.fromkeys(added[number] for number in fields if number in added)
+    opener = sight_of(str(model_field(model, "model_type"))).opener
+    texts = dict.fromkeys([*(added[number] for number in fields if number in added), *({opener} & {*added.values()})])
     return tuple(text for text in texts if text not in EVERY_PLACE)
 
 
@@ -98,8 +102,7 @@ class PlaceholderTokens:
     Args:
         tokenizer: its folder.
         parts: of a model that sees pictures in parts or tiles; a text names each.
-        opened: the token before a picture, which stands for it in a text, and that of its places; None where one token
-            is both.
+        opened: the token that stands for a picture in a text, and that of its places; None where one token is both.
     """
 
     def __init__(
@@ -117,14 +120,14 @@ class PlaceholderTokens:
             places: in time, down and across; of parts their number.
             times: seconds of each patch, where the model family writes them into the text.
         """
-        if self._opened is not None and all(places):
+        if self._opened is not None and self._parts is None and all(places):
             return np.array([token, *[self._opened[1]] * int(np.prod(places))], np.int64)
         if not all(places) or (self._parts is None and not times):
             return np.full(int(np.prod(places)), token, np.int64)
         key = (token, *map(int, places), *times)
         if key not in self._known:
             tokenizer = self._tokenizer()
-            place = tokenizer.id_to_token(token)
+            place = tokenizer.id_to_token(token if self._opened is None else self._opened[1])
             assert place is not None, "it wrote it"
             if self._parts is None:
                 each = f"{BEGIN}{place * int(places[1] * places[2])}{END}"

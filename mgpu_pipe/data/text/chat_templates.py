@@ -10,6 +10,9 @@ from pathlib import Path
 from mgpu_pipe.architectures.find import family_of, recordings_of, sight_of
 from mgpu_pipe.architectures.pictures import (
     BEGIN,
+    CANVAS_BEGIN,
+    CANVAS_END,
+    CANVAS_WHOLE,
     END,
     IMAGE_BEGIN,
     IMAGE_BREAK,
@@ -17,6 +20,8 @@ from mgpu_pipe.architectures.pictures import (
     IMAGE_END,
     IMAGE_OPEN,
     IMAGE_STOP,
+    NEXT_ROW,
+    NEXT_TILE,
     PLACED,
     SOUND_CLOSE,
     SOUND_OPEN,
@@ -55,6 +60,7 @@ SPECIAL: dict[str, tuple[str, ...]] = {
 OF_PICTURES: dict[str, tuple[str, ...]] = {
     "parts": PLACED,
     "tiles": (IMAGE_BEGIN, IMAGE_END),
+    "canvas": (CANVAS_BEGIN, CANVAS_WHOLE, NEXT_TILE, NEXT_ROW, CANVAS_END),
     "rows": (IMAGE_BREAK, IMAGE_STOP),
     "pooled": (IMAGE_OPEN, IMAGE_CLOSE),
 }
