@@ -23,7 +23,7 @@ EXIT_STOPPED = 75
 
 def one_line(text: object) -> str:
     """``text`` on one line, :func:`concealed`, and without control characters, which a terminal would follow."""
-    line = _abridged(" ".join(part.strip() for part in concealed(str(text)).splitlines()))
+    line = _abridge(" ".join(part.strip() for part in concealed(str(text)).splitlines()))
     return printable(line, keep="")
 
 
@@ -59,7 +59,7 @@ LONGEST_SHOWN = 3000
 LONGEST_WORD, SHOWN = 1000, 80
 
 
-def _abridged(line: str) -> str:
+def _abridge(line: str) -> str:
     """``line`` with long words cut, and its middle removed if it is long; the fix at its end stays."""
     if len(line) > LONGEST_WORD:
         line = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:SHOWN]}...", line)

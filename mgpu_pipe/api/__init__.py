@@ -37,7 +37,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         BadInputError: all errors of the overrides; see the module.
     """
     with as_exceptions():
-        composition = _composed(overrides)
+        composition = _compose(overrides)
         if composition.errors:
             raise ConfigErrors(composition.errors)
         return composition.config
@@ -66,7 +66,7 @@ class Plan:
 def check(overrides: Sequence[str] = ()) -> Plan:
     """Compose and check a configuration, without processes and torch; BadInputError has all errors."""
     with as_exceptions():
-        return plan(_composed(overrides))
+        return plan(_compose(overrides))
 
 
 def plan(composition: Composition) -> Plan:
@@ -98,7 +98,7 @@ def train(overrides: Sequence[str] = ()) -> Run:
     if threading.current_thread() is not threading.main_thread():
         raise BadInputError("train: call it from the main thread, which alone gets the signals that stop a run")
     with as_exceptions(), _environment_of_a_run():
-        composition = _composed(overrides)
+        composition = _compose(overrides)
         check_composition(composition)
         result = launch_composition(composition, ["mgpu_pipe.train", *overrides])
         run = Run(result.folder)
@@ -179,7 +179,7 @@ def compare(*runs: Run | PathLike) -> Comparison:
     return Comparison(opened, differing(views), table)
 
 
-def _composed(overrides: Sequence[str]) -> Composition:
+def _compose(overrides: Sequence[str]) -> Composition:
     """Compose the words of one run."""
     from mgpu_pipe.config.hydra import command_line as hydra_cli
     from mgpu_pipe.import_path import allow_own_classes

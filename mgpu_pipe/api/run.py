@@ -123,7 +123,7 @@ class Run:
         Raises:
             BadInputError: no such checkpoint, or it is damaged.
         """
-        return self._loaded(step, device).model
+        return self._load(step, device).model
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the run; BadInputError if it has none."""
@@ -164,7 +164,7 @@ class Run:
             BadInputError: the model writes no text, or a prompt fills its context.
         """
         with as_exceptions():
-            loaded = self._loaded(step, device)
+            loaded = self._load(step, device)
             if not loaded.model.can_generate():
                 raise BadInputError(
                     f"{loaded.source}: {type(loaded.model).__name__} does not generate text; use mgpu-pipe eval"
@@ -193,7 +193,7 @@ class Run:
         with as_exceptions():
             return write_report([paths], paths.report if out is None else Path(out))
 
-    def _loaded(self, step: int | None, device: str) -> LoadedRun:
+    def _load(self, step: int | None, device: str) -> LoadedRun:
         from mgpu_pipe.checkpoint.layout import step_folder
         from mgpu_pipe.inference.model_arguments import resolve_device
         from mgpu_pipe.inference.open import load_run

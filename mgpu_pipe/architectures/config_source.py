@@ -83,7 +83,7 @@ def config_class(model_type: str) -> ConfigClass | None:
     if folder is None or place is None:
         return None
     cls = _read_class(*place, folder)
-    looked_up = _undeclared(_modeling(place[0]))
+    looked_up = _undeclared_names(_modeling(place[0]))
     cls.keywords |= looked_up - cls.computed
     return cls
 
@@ -199,7 +199,7 @@ def _bounds(value: ast.expr | None) -> tuple[float, float] | None:
     return ends.get("min", -math.inf), ends.get("max", math.inf)
 
 
-def _undeclared(modeling: Path) -> set[str]:
+def _undeclared_names(modeling: Path) -> set[str]:
     """Fields that a model looks up although its configuration class does not declare them (Qwen3-MoE's head_dim)."""
     if not modeling.is_file():
         return set()

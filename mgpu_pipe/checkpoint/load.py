@@ -92,7 +92,7 @@ class CheckpointReader:
     def differences(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
         """Differences of the checkpoint's tensors from ``name -> whole shape`` of a live model or optimizer."""
         extra = [f"{name} is only in the checkpoint" for name in self.manifest.tensors[kind] if name not in expected]
-        return self._unfilled(expected, kind) + extra
+        return self._list_unfilled(expected, kind) + extra
 
     def require(self, expected: Mapping[str, Sequence[int]], kind: str) -> None:
         """Refuse a checkpoint of another model or optimizer.
@@ -115,7 +115,7 @@ class CheckpointReader:
             CheckpointError: a name is missing or a shape differs (the error lists all), before any read; or a chunk is
                 damaged (the error names file and chunk), after some local shards may have been filled.
         """
-        self._refuse(self._unfilled({shard.tensor_slice.name: shard.global_shape for shard in shards}, kind), kind)
+        self._refuse(self._list_unfilled({shard.tensor_slice.name: shard.global_shape for shard in shards}, kind), kind)
         parts: dict[str, list[_Part]] = {}
         elsewhere = self._elsewhere(kind)
         for shard in shards:
@@ -132,7 +132,7 @@ class CheckpointReader:
         for name in sorted(parts):
             self._read_from(name, parts[name], self.manifest.tensors[kind])
 
-    def _unfilled(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
+    def _list_unfilled(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
         stored = self.manifest.tensors[kind]
         elsewhere = self._elsewhere(kind)
         missing = [

@@ -204,7 +204,7 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
     if memory_by_rank(alone) is None:
         fix = "plan one of a language model, such as objective=causal_lm"
         raise ConfigError("objective.name", config.objective.name, fix, "the memory of this objective is not known")
-    kinds, refused = [_sharded(alone, fields, layouts, MESH)], 0
+    kinds, refused = [_shard(alone, fields, layouts, MESH)], 0
     fits_alone = gpus == 1 and bool(np.any(kinds[0].sizes <= profile.memory_bytes))
     offloads = () if fits_alone or profile.accelerator == CPU else ON_GPUS  # a GPU that has enough does not wait
     for sharding in (*ZERO, *offloads):
@@ -217,11 +217,11 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
         if strategy_errors(alone) or update_errors(alone):
             refused += np.size(others.tp)
         else:
-            kinds.append(_sharded(alone, fields, others, sharding))
+            kinds.append(_shard(alone, fields, others, sharding))
     return Candidates(placed, words, gpus, kinds, refused)
 
 
-def _sharded(alone: RunConfig, fields: Mapping[str, Any], layouts: Work, sharding: Sharding) -> Sharded:
+def _shard(alone: RunConfig, fields: Mapping[str, Any], layouts: Work, sharding: Sharding) -> Sharded:
     """Layouts under a sharding with their bytes; ``alone`` is the configuration on one process."""
     state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
     cuts = np.asarray(layouts.tp)

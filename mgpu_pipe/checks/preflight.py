@@ -63,24 +63,28 @@ def checks(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = False
     """
     return [
         Check(lambda: value_errors(config), composed=False),
-        Check(_raised(lambda: check_model(config.model, config.data, config.objective)), ("model",), composed=False),
-        Check(_raised(lambda: _check_data(config.model, config.data, config.objective)), ("data",), composed=False),
+        Check(
+            _return_errors(lambda: check_model(config.model, config.data, config.objective)), ("model",), composed=False
+        ),
+        Check(
+            _return_errors(lambda: _check_data(config.model, config.data, config.objective)), ("data",), composed=False
+        ),
         Check(lambda: relation_errors(config, joined(), elsewhere)),
         Check(lambda: sample_errors(config.data, config.objective), ("model",)),
         Check(lambda: numerics_errors(config)),
         Check(lambda: peft_errors(config), ("peft", "objective", "strategy")),
         Check(lambda: run_folder_errors(config.run, config.checkpoint, alone)),
         Check(lambda: cache_errors(config.data), ("data",)),
-        Check(_raised(lambda: check_start(config.checkpoint)), ("checkpoint",)),
+        Check(_return_errors(lambda: check_start(config.checkpoint)), ("checkpoint",)),
         Check(lambda: size_errors(config, elsewhere), ranges=True),
         Check(lambda: sequence_errors(config.model, config.data), ("model", "data"), ranges=True),
         Check(lambda: update_errors(config), ("optimizer",), ranges=True),
-        Check(_raised(lambda: check_attention(config.model, config.data, config.objective)), ("model", "data")),
+        Check(_return_errors(lambda: check_attention(config.model, config.data, config.objective)), ("model", "data")),
         Check(lambda: task_errors(config.eval, config.objective, config.data), ranges=True),
         Check(lambda: name_errors(config.model, config.optimizer, config.peft), ("model", "peft", "objective")),
-        Check(_raised(lambda: check_tokenizer_size(config.model, config.data, config.objective)), last=True),
-        Check(_raised(lambda: _check_plug_ins(config.objective, config.strategy, config.trainer)), last=True),
-        Check(_raised(lambda: check_built(config)), last=True),
+        Check(_return_errors(lambda: check_tokenizer_size(config.model, config.data, config.objective)), last=True),
+        Check(_return_errors(lambda: _check_plug_ins(config.objective, config.strategy, config.trainer)), last=True),
+        Check(_return_errors(lambda: check_built(config)), last=True),
     ]
 
 
@@ -127,7 +131,7 @@ def preflight_errors(
     return _first_of_each_key(errors)
 
 
-def _raised(check: Callable[[], None]) -> FindErrors:
+def _return_errors(check: Callable[[], None]) -> FindErrors:
     """Turns a check that raises into one that returns its errors."""
     return partial(raised_by, check)
 

@@ -135,7 +135,7 @@ def unknown_key(path: str, value: object) -> ConfigError:
             path, value, f"did you mean {nearest_key(f'{SECTION_NAMES[section]}.{rest}', all_keys())}?", "no such key"
         )
     near = nearest_key(path, all_keys())
-    close = near if near == _last(path) else _corrected(path)
+    close = near if near == _last(path) else _correct(path)
     elsewhere = None if close and _last(close) == _last(path) else known_elsewhere(path, value)
     close = close or near
     return ConfigError(path, value, elsewhere or (f"did you mean {close}?" if close else SEE), "no such key")
@@ -149,7 +149,7 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _corrected(path: str) -> str | None:
+def _correct(path: str) -> str | None:
     """``path`` with each misspelt word corrected within its section; None if a word has no near match."""
     hint: Any = RunConfig
     words = []

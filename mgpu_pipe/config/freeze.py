@@ -61,10 +61,10 @@ def load(path: Path) -> RunConfig:
     """
     values, _ = _read(path)
     check_environment_use(path, values)
-    return _resolved(values)
+    return _resolve(values)
 
 
-def _resolved(values: dict[str, Any]) -> RunConfig:
+def _resolve(values: dict[str, Any]) -> RunConfig:
     resolved, errors = plain_values(OmegaConf.create(values))
     config, mistyped = convert(RunConfig, resolved)
     if errors or mistyped:
@@ -84,7 +84,7 @@ def load_untrusted(path: Path) -> tuple[RunConfig, bool]:
     """
     values, digest = _read(path)
     if _known(digest).exists():
-        return _resolved(values), True
+        return _resolve(values), True
     config, mistyped = convert(RunConfig, _literal(values))
     if mistyped:
         raise ConfigErrors(mistyped)

@@ -28,24 +28,24 @@ Difference = tuple[str, object, object]
 """Key, new value, old value."""
 
 
-def _stated(keys: type, prefix: str = "") -> Iterator[tuple[str, Identity]]:
+def _stated_keys(keys: type, prefix: str = "") -> Iterator[tuple[str, Identity]]:
     """Yields each key of a dataclass that states an identity, and that identity."""
     for key in fields(keys):
         identity, hint = stated_identity(key.metadata), hints(keys)[key.name]
         if identity is not None:
             yield f"{prefix}{key.name}", identity
         if isinstance(hint, type) and is_dataclass(hint):
-            yield from _stated(hint, f"{prefix}{key.name}.")
+            yield from _stated_keys(hint, f"{prefix}{key.name}.")
 
 
 @functools.lru_cache(maxsize=None)
 def identities(*sections: type) -> dict[str, Identity]:
     """Identities that ``sections`` (and sections below) state, by key or section; the longest prefix of a key
     decides."""
-    table = {**dict.fromkeys(FREE_OBJECTIVE_KEYS, Identity.FREE), **dict(_stated(RunConfig))}
+    table = {**dict.fromkeys(FREE_OBJECTIVE_KEYS, Identity.FREE), **dict(_stated_keys(RunConfig))}
     for keys in sections:
         name = next(section.name for base, section in SECTIONS.items() if issubclass(keys, base))
-        table.update(_stated(keys, f"{name}."))
+        table.update(_stated_keys(keys, f"{name}."))
     return table
 
 

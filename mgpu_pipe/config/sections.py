@@ -160,14 +160,14 @@ def list_groups(group: str | None = None) -> dict[str, list[Option]]:
                 for root in roots
                 for file in sorted((root / name).glob("*.yaml"))
             ),
-            *_registered(name, [file.stem for root in roots for file in (root / name).glob("*.yaml")]),
+            *_registered_options(name, [file.stem for root in roots for file in (root / name).glob("*.yaml")]),
         ]
         for name in names
         if group is None or f"{name}/".startswith(f"{group}/")
     }
 
 
-def _registered(group: str, files: Collection[str]) -> Iterator[Option]:
+def _registered_options(group: str, files: Collection[str]) -> Iterator[Option]:
     """Options that installed packages add to a group, except those with a file of the same name."""
     for section in SECTIONS.values():
         for name in sorted(set(plugins.registered(section.code)).difference(files)) if section.name == group else ():

@@ -156,7 +156,7 @@ def _fault(folder: Path, listed: Mapping[str, Mapping[str, Any]]) -> str:
         if size != file["size"]:
             return f"{folder / name}: has {size} bytes, its manifest says {file['size']}"
     states = _states(folder, listed)
-    if _remembered(folder) == states:
+    if _recall(folder) == states:
         return ""
     for name, file in listed.items():
         for index, (got, wanted) in enumerate(zip(hash_blocks(folder / name), file["sha256"], strict=True)):
@@ -180,7 +180,7 @@ def _memory(folder: Path) -> Path:
     return folder.parent.parent / "verified" / (os.uname().nodename or "host") / f"{folder.parent.name}-{folder.name}"
 
 
-def _remembered(folder: Path) -> object:
+def _recall(folder: Path) -> object:
     try:
         return json.loads(_memory(folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):

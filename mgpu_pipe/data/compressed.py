@@ -105,7 +105,7 @@ def open_text(path: Path, expected: Fingerprint | None = None, member: str | Non
 def zip_members(path: Path, expected: Fingerprint | None = None) -> list[str]:
     """Names of the files in a zip file, in order; OSError if it is none."""
     with open_data(path, expected) as stored:
-        return _tried(lambda: _named(zipfile.ZipFile(stored)))
+        return _try_to(lambda: _member_names(zipfile.ZipFile(stored)))
 
 
 def bytes_read(file: IO[bytes]) -> int | None:
@@ -114,12 +114,12 @@ def bytes_read(file: IO[bytes]) -> int | None:
     return raw.stored.tell() if isinstance(raw, _Unpacked) else None
 
 
-def _named(archive: zipfile.ZipFile) -> list[str]:
+def _member_names(archive: zipfile.ZipFile) -> list[str]:
     names = (entry.filename for entry in archive.infolist() if not entry.is_dir())
     return [name for name in names if not name.startswith(_OF_OTHERS[0]) and not name.endswith(_OF_OTHERS[1])]
 
 
-def _tried(work: Callable[[], Any]) -> Any:
+def _try_to(work: Callable[[], Any]) -> Any:
     """Calls ``work``; raises OSError for the six kinds of errors of unpackers."""
     try:
         return work()
@@ -141,7 +141,7 @@ class _Unpacked(io.RawIOBase):
             return lzma.LZMAFile(self.stored)
         if self._codec == "zip":
             archive = zipfile.ZipFile(self.stored)
-            return _Members(archive, _named(archive) if self._member is None else [self._member])
+            return _Members(archive, _member_names(archive) if self._member is None else [self._member])
         import pyarrow
 
         name = "bz2" if self._codec == "bzip2" else self._codec
@@ -152,8 +152,8 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]  # a writable buffer, which typing cannot say
         if self._stream is None:
-            self._stream = _tried(self._opened)
-        part = _tried(lambda: self._stream.read(len(buffer)))
+            self._stream = _try_to(self._opened)
+        part = _try_to(lambda: self._stream.read(len(buffer)))
         buffer[: len(part)] = part
         return len(part)
 

@@ -72,7 +72,7 @@ def _member(file: IO[bytes], offset: int, size: int, archive: int) -> tuple[TarM
     attributes: dict[str, bytes] = {}
     for _ in range(MOST_HEADERS + 1):
         block = _read(file, offset, BLOCK, size)
-        kind, length = _checked(block, offset)
+        kind, length = _check(block, offset)
         start = offset + BLOCK
         if kind in _EXTENDING:
             if length > LONGEST_HEADER:
@@ -84,7 +84,7 @@ def _member(file: IO[bytes], offset: int, size: int, archive: int) -> tuple[TarM
                 attributes["path"] = content.partition(b"\0")[0]
             elif kind in _LOCAL:
                 attributes.update(_records(content, offset))
-            offset = start + _padded(length)
+            offset = start + _pad(length)
             continue
         if "size" in attributes:
             length = _decimal(attributes["size"], offset)
@@ -94,11 +94,11 @@ def _member(file: IO[bytes], offset: int, size: int, archive: int) -> tuple[TarM
         length = length if kind in _FILE else 0
         if start + length > size:
             raise BadTarError(f"breaks off at byte {offset}: {name!r} is cut short")
-        return TarMember(name, plain and not folder, folder, start, length, archive), start + _padded(length)
+        return TarMember(name, plain and not folder, folder, start, length, archive), start + _pad(length)
     raise BadTarError(f"has more than {MOST_HEADERS} headers for one member at byte {offset}")
 
 
-def _checked(block: bytes, offset: int) -> tuple[bytes, int]:
+def _check(block: bytes, offset: int) -> tuple[bytes, int]:
     """Checks a header; returns its kind and its size field."""
     if len(block) < BLOCK or block == _ZERO:
         raise BadTarError(f"breaks off at byte {offset}")
@@ -148,7 +148,7 @@ def _records(content: bytes, offset: int) -> Iterator[tuple[str, bytes]]:
         place = end
 
 
-def _padded(length: int) -> int:
+def _pad(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 

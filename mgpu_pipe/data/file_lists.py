@@ -162,10 +162,10 @@ def _entries_in(
     except BadSampleError as error:
         raise DataError(f"{origin}: {error}; {files.FIX}") from error
     if not isinstance(named, str) or not named or "\0" in named:
-        raise DataError(f"{origin}: the file is {_shortened(repr(named))}, not a path; {files.FIX}")
+        raise DataError(f"{origin}: the file is {_shorten(repr(named))}, not a path; {files.FIX}")
     file = folder / named
     if not os.path.isfile(file):  # Path.is_file raises for too long names
-        raise DataError(f"{origin}: there is no file {folder / _shortened(named)}; {files.FIX}")
+        raise DataError(f"{origin}: there is no file {folder / _shorten(named)}; {files.FIX}")
     seconds = _stated_seconds(row) if "audio_column" in columns else None
     labels = labels_of(row, told_column, origin, what)
     return [Entry(file, label, origin, fault=fault, seconds=seconds) for label, fault in labels]
@@ -208,7 +208,7 @@ def _list_of_classes(value: object, column: str, origin: str) -> tuple[str, str]
         names = [names]
     try:
         if isinstance(value, str) and "," in value and any(";" in str(name) or "|" in str(name) for name in names):
-            raise DataError(f"separates classes by commas and by other signs: {_shortened(value)!r}; give a JSON list")
+            raise DataError(f"separates classes by commas and by other signs: {_shorten(value)!r}; give a JSON list")
         classes = {label_of({column: name}, column, origin) for name in names}
     except DataError as error:
         return "", fault_of(error, origin)
@@ -224,7 +224,7 @@ def _names_in(text: str) -> object:
     return [name.strip() for name in re.split(separator, text)] if listed is text else listed
 
 
-def _shortened(name: str) -> str:
+def _shorten(name: str) -> str:
     return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
 
 

@@ -95,10 +95,10 @@ class SortedSteps:
     def indices(self, first: int, count: int) -> NDArray[np.int64]:
         size = self._step_samples * self._steps
         begin, end = first // size, -(-(first + count) // size)
-        ordered = np.concatenate([self._sorted(block, size) for block in range(begin, end)])
+        ordered = np.concatenate([self._sort(block, size) for block in range(begin, end)])
         return ordered[first - begin * size :][:count]
 
-    def _sorted(self, block: int, size: int) -> NDArray[np.int64]:
+    def _sort(self, block: int, size: int) -> NDArray[np.int64]:
         shuffled = self._order.indices(block * size, size)
         ranked = shuffled[np.argsort(self._lengths[shuffled], kind="stable")].reshape(self._steps, self._step_samples)
         return ranked[self._places.indices(block * self._steps, self._steps)].reshape(-1)

@@ -50,7 +50,7 @@ def parquet_rows(path: Path, column: str, expected: Fingerprint | None = None) -
         first = column if column in file.schema_arrow.names else column.split(".")[0]
         _warn_of_twins(path, file.schema_arrow.names, [first])
         for batch in file.iter_batches(batch_size=_ROWS, columns=[first]):
-            for value in _listed(batch.column(0)):
+            for value in _list_values(batch.column(0)):
                 number += 1
                 where = f"{path}: row {number}"
                 share = size * number // rows - size * (number - 1) // rows
@@ -75,7 +75,7 @@ def parquet_lines(
         _warn_of_twins(path, names, names)
         kept_bytes, classed = keep or {}, [name for name in names if _class_names(file.schema_arrow, name)]
         for batch in file.iter_batches(batch_size=_KEPT_ROWS if kept_bytes else _ROWS):
-            columns = [_listed(column) for column in batch.columns]
+            columns = [_list_values(column) for column in batch.columns]
             for values in zip(*columns, strict=True):
                 number += 1
                 where, share = f"{path}: row {number}", size * number // rows - size * (number - 1) // rows
@@ -221,7 +221,7 @@ def _inside(value: Any, steps: Sequence[str]) -> Iterator[Any]:
         yield from _inside(value[steps[0]], steps[1:])
 
 
-def _listed(column: Any) -> list[Any]:
+def _list_values(column: Any) -> list[Any]:
     """Values of a column; a :class:`BrokenRow` for a text that is not UTF-8."""
     try:
         values: list[Any] = column.to_pylist()

@@ -89,11 +89,11 @@ class BatchSpec:
             shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
             if any(list(value.shape[1:]) != shape for value in values):
                 for index, value in enumerate(values):
-                    values[index] = self._padded(name, value, shape)
+                    values[index] = self._pad(name, value, shape)
             joined[name] = torch.cat(values)
         return joined
 
-    def _padded(self, name: str, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def _pad(self, name: str, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """``value`` with dimensions of ``shape`` after its first one."""
         import torch
 

@@ -105,7 +105,7 @@ def row_lines(
     if codec_of(path) is None and is_columnar(path):
         return parquet_lines(path, expected, keep)
     if suffix := table_suffix(path):
-        return _separated(path, expected, suffix == ".tsv", nested)
+        return _separated_rows(path, expected, suffix == ".tsv", nested)
     return _json_rows(path, expected)
 
 
@@ -191,7 +191,7 @@ def _past(text: str, offset: int, skipped: str) -> int:
     return offset
 
 
-def _separated(path: Path, expected: Fingerprint | None, is_tsv: bool, nested: bool) -> RowLines:
+def _separated_rows(path: Path, expected: Fingerprint | None, is_tsv: bool, nested: bool) -> RowLines:
     """Yields rows of a separated file; the first names the columns. Fields of a TSV file may be quoted."""
     reader, number, before, broken = None, 0, 0, list[files.BrokenRow]()
     try:
@@ -202,7 +202,7 @@ def _separated(path: Path, expected: Fingerprint | None, is_tsv: bool, nested: b
             separator = "\t" if is_tsv else _separator(head)
             quoting: Literal[0, 3] = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
             reader = csv.reader(chain([head], lines), delimiter=separator, quoting=quoting, strict=True)
-            columns = [_unquoted(name, is_tsv) for name in next(reader, [])]
+            columns = [_unquote(name, is_tsv) for name in next(reader, [])]
             if broken:
                 raise DataError(f"{path}:1: {broken[0]}")
             while (fields := _next_fields(reader, broken)) is not None:
@@ -212,7 +212,7 @@ def _separated(path: Path, expected: Fingerprint | None, is_tsv: bool, nested: b
                 read = bytes_read(file)
                 done = file.tell() if read is None else read
                 origin = f"{path}:{reader.line_num}"
-                values = (_unquoted(field, is_tsv) for field in fields)
+                values = (_unquote(field, is_tsv) for field in fields)
                 row = dict(zip(columns, map(nested_value, values) if nested else values, strict=False))
                 if len(fields) != len(columns):
                     broken.append(files.BrokenRow(f"has not as many columns as the first line; {files.FIX}"))
@@ -273,7 +273,7 @@ def nested_value(field: str) -> object:
         return field
 
 
-def _unquoted(field: str, is_tsv: bool) -> str:
+def _unquote(field: str, is_tsv: bool) -> str:
     """Removes a TSV field's CSV quotes: outer quotes, and doubled ones inside."""
     inside = field[1:-1]
     if not is_tsv or len(field) < 2 or field[0] != '"' or field[-1] != '"' or '"' in inside.replace('""', ""):

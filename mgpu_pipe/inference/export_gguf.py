@@ -86,7 +86,7 @@ def export_gguf(
             entries = {**metadata, **tokens}
             rounded = _write(stored, layout, dtype, partial / FILE, scratch, entries, frequency_divisors(stored.model))
             kinds: Iterable[GgufDtype] = KINDS if compare else ("fp32",)
-            dtypes: dict[str, tuple[int, ReadTensor]] = {name: _rounded(stored, layout, name) for name in kinds}
+            dtypes: dict[str, tuple[int, ReadTensor]] = {name: _round(stored, layout, name) for name in kinds}
             dtypes[dtype] = rounded
             readers = _check(stored, rounded[1], dtype, partial / FILE, scratch)
             accuracies = tuple(measure_accuracies(stored, dtypes))
@@ -107,7 +107,7 @@ def _require_library() -> Path:
     return folder
 
 
-def _rounded(stored: StoredModel, layout: GgufLayout, dtype: GgufDtype) -> tuple[int, ReadTensor]:
+def _round(stored: StoredModel, layout: GgufLayout, dtype: GgufDtype) -> tuple[int, ReadTensor]:
     """Bytes of all tensors of a file of ``dtype``, and a reader of the weights as it rounds them."""
     return file_bytes(layout, dtype), rounded_reader(layout, stored.read, dtype)
 
@@ -121,10 +121,10 @@ def _write(
     metadata: Mapping[str, Any],
     divisors: Mapping[str, torch.Tensor],
 ) -> tuple[int, ReadTensor]:
-    """Write ``file``; returns the same as :func:`_rounded`. llama.cpp's library makes q4_k of a file in fp32."""
+    """Write ``file``; returns the same as :func:`_round`. llama.cpp's library makes q4_k of a file in fp32."""
     if dtype != "q4_k":
         write_gguf(layout, stored.read, file, dtype, metadata, divisors)
-        return _rounded(stored, layout, dtype)
+        return _round(stored, layout, dtype)
     write_gguf(layout, stored.read, scratch / FILE, "fp32", metadata, divisors)
     quantise(_require_library(), scratch / FILE, file)
     again = scratch / "again"
@@ -180,7 +180,7 @@ def write_modelfile(folder: Path, file: str, out: Path, context: int, adds_first
     if template is None:
         note = "its chat template has more than turns; Ollama reads the one in the file, or give it a TEMPLATE"
     else:
-        lines.append(f"TEMPLATE {_quoted(template)}")
+        lines.append(f"TEMPLATE {_quote(template)}")
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in _stops(folder, settings)]
     lines.append(f"PARAMETER num_ctx {context}")
     if settings.get("do_sample"):
@@ -192,7 +192,7 @@ def write_modelfile(folder: Path, file: str, out: Path, context: int, adds_first
     return note
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """``text`` in the three quotes of a Modelfile."""
     return f'"""{text}"""'
 

@@ -252,17 +252,17 @@ def _padding(config: Any) -> int:
 def _case(graph: Graph, model: Any, rows: Sequence[Inputs], left: bool) -> Case:
     expected = [graph.plain(row).float() for row in rows]
     inputs = {
-        name: _joined([row[name][0] for row in rows], _padding(model.config) if name == "input_ids" else 0, left)
+        name: _join([row[name][0] for row in rows], _padding(model.config) if name == "input_ids" else 0, left)
         for name in rows[0]
     }
     if "attention_mask" in graph.axes:
         places = [next(iter(row.values()))[0] for row in rows]
-        inputs["attention_mask"] = _joined([torch.ones_like(row, dtype=torch.long) for row in places], 0, left)
-    whole = _joined(expected, math.nan, left) if graph.by_place else torch.stack(expected)
+        inputs["attention_mask"] = _join([torch.ones_like(row, dtype=torch.long) for row in places], 0, left)
+    whole = _join(expected, math.nan, left) if graph.by_place else torch.stack(expected)
     return Case({name: inputs[name] for name in graph.axes}, whole)
 
 
-def _joined(rows: Sequence[torch.Tensor], fill: float, left: bool) -> torch.Tensor:
+def _join(rows: Sequence[torch.Tensor], fill: float, left: bool) -> torch.Tensor:
     """Rows of different lengths as one tensor, padded by ``fill`` after each, or before it."""
     longest = max(len(row) for row in rows)
     rest = [(0, 0) * (row.ndim - 1) for row in rows]

@@ -60,7 +60,7 @@ def prepare_extensions(strategy: StrategyConfig, trainer: TrainerConfig, cache_d
     folder = extension_folder(cache_dir, device)
     private_folder(cache_folder(cache_dir))
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock")):
+    with _lock(folder.with_suffix(".lock")):
         if not (folder / READY).exists():
             _build(folder, device)
     os.environ[FOLDER] = str(folder)
@@ -111,7 +111,7 @@ def _run_whole(command: list[str], environment: dict[str, str], out: TextIO) -> 
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -84,7 +84,7 @@ class ForkServer:
     """Launcher's side of the server. Must be started by the main thread, with which the server ends."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = _shared(environment)
+        self._environment = _shared_variables(environment)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(os.devnull, "ab", buffering=0) as nowhere:
             self._process = subprocess.Popen(
@@ -100,7 +100,7 @@ class ForkServer:
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether the server is alive and its imports fit a worker of this environment."""
-        return not self._gone and self._environment == _shared(environment)
+        return not self._gone and self._environment == _shared_variables(environment)
 
     def wait(self) -> bool:
         """Wait for the imports; False if they failed, which a worker started afresh will explain."""
@@ -148,7 +148,7 @@ class ForkServer:
         self._process.wait()
 
 
-def _shared(environment: Mapping[str, str]) -> dict[str, str]:
+def _shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in WORKER_VARIABLES}
 
 

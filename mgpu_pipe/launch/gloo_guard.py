@@ -103,7 +103,7 @@ def build(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 def _shows_gloo(ports: list[int]) -> bool:
     """Whether this kernel shows gloo's sockets; in a sandbox without them, connections are not compared."""
-    watched = _watched()
+    watched = _list_watched()
     seen = {listener.getsockname()[1] for fd, listener in _listeners() if fd in watched}
     return bool(ports) and seen.issuperset(ports)
 
@@ -206,7 +206,7 @@ def _attach_filter(listener: socket.socket) -> None:
 
 def _pairs_in_use() -> set[Pair]:
     """Connections that an epoll of this process waits for: the pairs that gloo uses."""
-    watched = _watched()
+    watched = _list_watched()
     pairs = set()
     for fd, connection in _own_sockets():
         if fd in watched:
@@ -215,7 +215,7 @@ def _pairs_in_use() -> set[Pair]:
     return pairs
 
 
-def _watched() -> set[int]:
+def _list_watched() -> set[int]:
     """Descriptors whose reads an epoll of this process waits for; see proc(5), fdinfo."""
     watched = set()
     for entry in os.listdir("/proc/self/fd"):

@@ -82,7 +82,7 @@ def _meet(folder: Path, world: Mapping[str, str], nodes: list[str], device_type:
         make_key(folder)
         key = wait_for_key(folder, until)
         tasks = {Claim(_step(), node, place, CHECK): node for node, place in _others(nodes)}
-        channels = _gathered(stack, listener, key, tasks.keys(), until)
+        channels = _gather(stack, listener, key, tasks.keys(), until)
         faults, worst = {}, (0.0, math.inf)
         for claim, channel in channels.items():
             if claim.place:
@@ -118,7 +118,7 @@ def _others(nodes: list[str]) -> Iterator[tuple[str, int]]:
         yield from ((node, place) for place in range(count) if (node, place) != (nodes[0], 0))
 
 
-def _gathered(
+def _gather(
     stack: ExitStack, listener: socket.socket, key: bytes, tasks: Set[Claim], until: float
 ) -> dict[Claim, Channel]:
     """Channels of the ``tasks`` that connect in time; a second connection of a task replaces its first."""
@@ -142,7 +142,7 @@ def _measured_link(
     if data is None:
         return measured(channel.connection)
     wanted = Claim(claim.step, claim.node, claim.place, TRANSFERS)
-    links = _gathered(stack, data, key, {wanted}, time.monotonic() + ANSWER_S)
+    links = _gather(stack, data, key, {wanted}, time.monotonic() + ANSWER_S)
     if wanted not in links:
         raise TimeoutError("it does not connect to the interface's address in time")
     return measured(links[wanted].connection)

@@ -119,7 +119,7 @@ def _data_errors(
     """The error of data that is not that of the run that saved ``step``; ``content`` are the keys that differ."""
     if state.get("data_digest") != prepared.digest:
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
-        changed = [*content, *([f"the tokenizer: {_listed(tokens)}"] if tokens else [])]
+        changed = [*content, *([f"the tokenizer: {_join_texts(tokens)}"] if tokens else [])]
         reason = f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})"
         return [ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from", reason)]
     held_out = state.get("validation_digest")
@@ -168,7 +168,7 @@ def check_init_from(
     tokens = token_differences(their_tokenizer, prepared.tokenizer_folder)
     if tokens:
         fix = f"use data.tokenizer={their_tokenizer.absolute()}"
-        reason = f"the weights of {source} were trained with a tokenizer that gives other ids ({_listed(tokens)})"
+        reason = f"the weights of {source} were trained with a tokenizer that gives other ids ({_join_texts(tokens)})"
         errors.append(ConfigError("data.tokenizer", tokenizer, fix, reason))
     if errors:
         raise ConfigErrors(errors)
@@ -182,7 +182,7 @@ def _trained_with(now: object, before: object) -> list[str]:
     ]
 
 
-def _listed(texts: list[str]) -> str:
+def _join_texts(texts: list[str]) -> str:
     return "; ".join(texts[:LISTED]) + (f"; and {len(texts) - LISTED} more" if len(texts) > LISTED else "")
 
 

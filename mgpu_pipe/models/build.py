@@ -85,7 +85,7 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
     try:
         config = AutoConfig.for_model(model_type, **with_floats(fields, model_type))
     except REFUSALS as error:
-        raise _refused(model, error) from error
+        raise _refusal(model, error) from error
     config.dtype = torch.float32
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # like T5, whose class leaves it out
@@ -220,7 +220,7 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
     except REFUSALS as error:
         if wanted is not None and "attention" in str(error).lower():
             raise ConfigError("model.attn_implementation", wanted, "use auto", first_line(error)) from error
-        raise _refused(model, error) from error
+        raise _refusal(model, error) from error
     scalars_to_vectors(built)
     read_recordings_alone(built)
     if model_class == HEADLESS and (pooler := getattr(built, "pooler", None)) is not None:
@@ -228,7 +228,7 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
     return built.train()
 
 
-def _refused(model: ModelConfig, error: Exception) -> ConfigError:
+def _refusal(model: ModelConfig, error: Exception) -> ConfigError:
     for key, name in unknown_activations(model):
         if isinstance(error, LookupError) and name in str(error):
             return refused_activation(key, name)

@@ -93,7 +93,7 @@ def _empty_sizes(
             part = fields.get(stored)
             part = part if isinstance(part, Mapping) else value
             yield from _empty_sizes(value, part, part_type(model_type, name, part), part_type, f"{within}.{name}")
-        elif any(type(number) is int and number < 1 for number in _listed(value)) and _is_never_zero(
+        elif any(type(number) is int and number < 1 for number in _as_list(value)) and _is_never_zero(
             known, model_type, stored
         ):
             fix = "use at least 1, or null" if known.defaults.get(stored, 1) is None else "use at least 1"
@@ -107,10 +107,10 @@ def _is_never_zero(known: ConfigClass, model_type: str, name: str) -> bool:
     if name in EXPERTS and model_type in EXPERTS_MAY_BE_ZERO:
         return False
     default = known.defaults.get(name, NO_DEFAULT)
-    return default is None or default is NO_DEFAULT or all(type(size) is int and size > 0 for size in _listed(default))
+    return default is None or default is NO_DEFAULT or all(type(size) is int and size > 0 for size in _as_list(default))
 
 
-def _listed(value: Any) -> Sequence[Any]:
+def _as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 

@@ -159,7 +159,7 @@ class KTOObjective(ReferencedAnswers):
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One answer at a time, by the formulas of the paper."""
         rows = [row for row, sample in enumerate(batch["sample"].tolist()) if sample != NOTHING]
-        unrelated = _exchanged(batch)
+        unrelated = _exchange_answers(batch)
         with torch.no_grad():
             gains = [self._plain_gain(forward, model, unrelated, row, UNRELATED_ANSWER) for row in rows]
             point = torch.stack(gains).mean().clamp(min=0)
@@ -187,11 +187,11 @@ class KTOObjective(ReferencedAnswers):
 
 def _with_unrelated(step_batch: StepBatch) -> StepBatch:
     """The step batch whose rows hold the answers of other samples."""
-    batches = [_exchanged(batch) for batch in step_batch.micro_batches]
+    batches = [_exchange_answers(batch) for batch in step_batch.micro_batches]
     return replace(step_batch, micro_batches=batches)
 
 
-def _exchanged(batch: Mapping[str, torch.Tensor]) -> Batch:
+def _exchange_answers(batch: Mapping[str, torch.Tensor]) -> Batch:
     """Exchanges the fields with and without the prefix ``unrelated_``, and drops what the host computed from them."""
     rows = packed_text().fields
     partners = {name: UNRELATED + name for name in rows} | {UNRELATED + name: name for name in rows}

@@ -87,7 +87,7 @@ class WeightAverage:
             return
         weights = [p for group in optimizer.param_groups for p in group["params"]] if flats is None else flats
         begin = {
-            weight: _copied(weight)
+            weight: _copy(weight)
             for weight in weights
             if EMA not in optimizer.state.get(weight, {}) and (flats is not None or weight.grad is not None)
         }
@@ -115,7 +115,7 @@ class WeightAverage:
                 live.copy_(value)
 
 
-def _copied(weight: torch.Tensor) -> torch.Tensor:
+def _copy(weight: torch.Tensor) -> torch.Tensor:
     """Copy in at least fp32; fewer digits would lose the change of a step."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return weight.detach().to(dtype, copy=True)

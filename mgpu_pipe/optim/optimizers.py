@@ -140,7 +140,7 @@ def decay_groups(model: torch.nn.Module, config: OptimizerConfig, treated: Mappi
     """Groups of trainable parameters by treatment: first those with weight decay (matrices), then those without (norms,
     biases and other vectors)."""
     by_treatment: dict[tuple[bool, Treatment], list[torch.nn.Parameter]] = {}
-    for name, p in _trained(model):
+    for name, p in _trained_parameters(model):
         # DeepSpeed empties a partitioned parameter and stores its shape in ``ds_shape``.
         decays = config.decay_norms_and_biases or len(getattr(p, "ds_shape", p.shape)) >= 2
         by_treatment.setdefault((not decays, treated[name]), []).append(p)
@@ -163,7 +163,7 @@ def matrix_groups(model: torch.nn.Module, config: OptimizerConfig, treated: Mapp
     apart |= {id(p) for p in _head(model)} | {id(p) for module in _experts(model) for p in module.parameters()}
     usual = Treatment(None, 1.0, config.weight_decay, 0)
     by_treatment: dict[tuple[int, Treatment], list[torch.nn.Parameter]] = {(kind, usual): [] for kind in range(3)}
-    for name, p in _trained(model):
+    for name, p in _trained_parameters(model):
         is_matrix = id(p) in stacks or (p.dim() == 2 and id(p) not in apart)
         decays = p.dim() >= 2 or config.decay_norms_and_biases
         by_treatment.setdefault((0 if is_matrix else 1 if decays else 2, treated[name]), []).append(p)
@@ -179,7 +179,7 @@ def matrix_groups(model: torch.nn.Module, config: OptimizerConfig, treated: Mapp
     ]
 
 
-def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+def _trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 

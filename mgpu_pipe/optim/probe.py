@@ -70,7 +70,7 @@ def probe(target: str, lr: float, weight_decay: float, options: Mapping[str, Any
     except MgpuError as error:
         return Findings(str(error))
     except FAULTS as error:
-        return _blamed(target, lr, weight_decay, usable, error)
+        return _blame(target, lr, weight_decay, usable, error)
     refusal = _resume_fault(make, unsharded)
     if refusal is not None:
         return Findings(refusal)
@@ -138,7 +138,7 @@ def _maker(target: str, lr: float, weight_decay: float, options: Mapping[str, An
     return lambda parameters: cls(parameters, **arguments)
 
 
-def _blamed(target: str, lr: float, weight_decay: float, options: Mapping[str, Any], error: Exception) -> Findings:
+def _blame(target: str, lr: float, weight_decay: float, options: Mapping[str, Any], error: Exception) -> Findings:
     """Which option it is: the one without which all goes well."""
     said = " ".join(str(error).split()) or type(error).__name__
     reason = said if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {said}"

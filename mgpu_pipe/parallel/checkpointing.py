@@ -82,11 +82,11 @@ def _checkpoint_blocks(model: torch.nn.Module, blocks: list[torch.nn.Module], mo
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks:
-        block.forward = _checkpointed(block.forward, options, streams_of(model))
+        block.forward = _checkpoint(block.forward, options, streams_of(model))
     return blocks
 
 
-def _checkpointed(
+def _checkpoint(
     forward: Callable[..., Any], options: dict[str, Any], streams: RankStreams | None
 ) -> Callable[..., Any]:
     @functools.wraps(forward)

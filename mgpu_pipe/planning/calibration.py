@@ -70,20 +70,20 @@ class Measurements:
 def uncalibrated(measured: Measurements) -> dict[str, Any]:
     """Figures of the profile; constants are the priors."""
     on_cpu = measured.device["type"] == "cpu"
-    tflops = _rounded(measured.peak / TERA)
+    tflops = _round(measured.peak / TERA)
     return {
         "description": f"{measured.processes} processes of {measured.device['name']}, measured at once",
         "source": SOURCE,
         "accelerator": str(measured.device["type"]),
-        "memory_gib": _rounded(measured.device["memory"] / GIB),
+        "memory_gib": _round(measured.device["memory"] / GIB),
         "bf16_tflops": tflops,
         **({"fp32_tflops": tflops} if on_cpu else {}),
-        "memory_gb_s": _rounded(measured.bandwidth / GIGA),
+        "memory_gb_s": _round(measured.bandwidth / GIGA),
         "multiprocessors": int(measured.device["multiprocessors"]),
-        "link_gb_s": _rounded((measured.link or ASSUMED_LINK) / GIGA),
+        "link_gb_s": _round((measured.link or ASSUMED_LINK) / GIGA),
         "network": "ethernet_1x25",
         "gpus_per_node": measured.processes,
-        "host_memory_gib": _rounded(measured.device["host_memory"] / GIB),
+        "host_memory_gib": _round(measured.device["host_memory"] / GIB),
     }
 
 
@@ -108,11 +108,11 @@ def fitted(measured: Measurements) -> Constants:
             parts.append(np.asarray(all_reduce_seconds(reductions[0], reductions[1], hardware, constants)))
         return np.concatenate([*parts, np.asarray(step_time(steps, hardware, constants).total)])
 
-    start = replace(Constants(), launch=measured.block["launch"], **_assumed(measured))
+    start = replace(Constants(), launch=measured.block["launch"], **_assume(measured))
     return fit(predict, seconds, (*FREE, *LINKS) if measured.reductions else FREE, start)
 
 
-def _assumed(measured: Measurements) -> dict[str, float]:
+def _assume(measured: Measurements) -> dict[str, float]:
     """Constants that are not measured: cores that compute also send, so that a CPU hides no communication."""
     return {"overlap_loss": 1.0, "reduction": 1.0} if measured.device["type"] == "cpu" else {}
 
@@ -127,8 +127,8 @@ def profile_text(measured: Measurements) -> str:
         mark = "" if name in texts else "  # assumed" if name in assumed else "  # calibrated"
         lines.append(_line(name, value) + mark)
     names = (*FREE, *LINKS) if measured.reductions else FREE
-    lines += ["constants:", *(f"  {_line(name, _rounded(getattr(constants, name)))}  # calibrated" for name in names)]
-    lines += [f"  {_line(name, value)}  # assumed" for name, value in _assumed(measured).items()]
+    lines += ["constants:", *(f"  {_line(name, _round(getattr(constants, name)))}  # calibrated" for name in names)]
+    lines += [f"  {_line(name, value)}  # assumed" for name, value in _assume(measured).items()]
     return "\n".join([*lines, ""])
 
 
@@ -137,7 +137,7 @@ def _line(name: str, value: object) -> str:
     return yaml.safe_dump({name: value}, width=1000, allow_unicode=True).strip()
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 

@@ -179,7 +179,7 @@ def load_profile(name: str, network: str | None = None, key: str = "plan.hardwar
 def yaml_of(file: Path, name: str, key: str) -> Any:
     """Content of a stranger's YAML file, ``name`` in the value of ``key``; ConfigError if it is none."""
     try:
-        return _parsed(read_bytes(file, MAX_CONFIG_BYTES), name, key)
+        return _parse(read_bytes(file, MAX_CONFIG_BYTES), name, key)
     except FileNotFoundError:
         raise ConfigError(key, name, "check the path", "there is no such file") from None
     except NotPlainError as error:
@@ -188,10 +188,10 @@ def yaml_of(file: Path, name: str, key: str) -> Any:
 
 def read_profile(text: str, name: str, key: str) -> HardwareProfile:
     """The profile of a YAML ``text`` of the file ``name``; ConfigError for nonsense."""
-    return _profile(_parsed(text, name, key), name, key)
+    return _profile(_parse(text, name, key), name, key)
 
 
-def _parsed(text: bytes | str, name: str, key: str) -> Any:
+def _parse(text: bytes | str, name: str, key: str) -> Any:
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -251,7 +251,7 @@ def _context_seconds(
     for heads in (work.heads + 2 * work.key_value_heads, work.heads):
         size = work.activation_bytes * work.tokens * work.head_dim * heads / work.tp
         exchanged = exchanged + _all_to_all(size, work.cp, work.tp, hardware, constants)
-    ring = np.where(work.cp > 1, _exposed(attention, sent, constants), 0)
+    ring = np.where(work.cp > 1, _exposed_seconds(attention, sent, constants), 0)
     return np.where(np.asarray(work.ulysses) > 0, exchanged, ring)
 
 
@@ -261,7 +261,7 @@ def _expert_seconds(work: Work, hardware: Hardware, constants: Constants) -> Num
     return 2 * _all_to_all(size, work.ep, 1, hardware, constants)
 
 
-def _exposed(compute: Numbers, sent: Numbers, constants: Constants) -> Numbers:
+def _exposed_seconds(compute: Numbers, sent: Numbers, constants: Constants) -> Numbers:
     """Seconds that communication during computation adds to it."""
     return np.maximum(compute, sent) + constants.overlap_loss * np.minimum(compute, sent) - compute
 
@@ -325,7 +325,7 @@ def _layer_pass(
     compute = (busy**4 + (launches * constants.launch) ** 4) ** 0.25  # the longer one; both where they are alike
     tensor = passes * _tensor_seconds(work, hardware, constants)
     experts = passes * _expert_seconds(work, hardware, constants)
-    hidden = _exposed(compute + tensor + context + experts, gathers, constants)
+    hidden = _exposed_seconds(compute + tensor + context + experts, gathers, constants)
     exposed = np.where(np.asarray(work.overlaps) > 0, hidden, gathers)
     return _Pass(compute, tensor, context, experts, exposed)
 

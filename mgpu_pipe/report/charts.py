@@ -205,7 +205,7 @@ def charts(views: list[RunView]) -> list[dict[str, Any]]:
     """The loss chart, which is wide, then a chart for each column that a run has."""
     most = max(100, min(MOST_POINTS, ALL_POINTS // (8 * len(views))))
     built = [_loss(views, most)]
-    tokens = [rate for view in views for _, rate in _measured(view, "throughput/tokens_per_s")]
+    tokens = [rate for view in views for _, rate in _measured_points(view, "throughput/tokens_per_s")]
     rate = "samples" if tokens and not any(tokens) else "tokens"  # runs on pictures count no tokens
     for title, column, options in (
         ("Learning rate", "lr", {"up": "learning rate", "from_zero": True}),
@@ -215,14 +215,14 @@ def charts(views: list[RunView]) -> list[dict[str, Any]]:
         ("Memory", "memory/peak_gib", {"up": "GiB", "note": "peak of a process", "from_zero": True}),
         ("Model FLOPs utilisation", "throughput/mfu", {"up": "share of the peak", "from_zero": True}),
     ):
-        if column != "throughput/mfu" or any(_measured(view, column) for view in views):
+        if column != "throughput/mfu" or any(_measured_points(view, column) for view in views):
             smooth = column not in ("lr", "memory/peak_gib")
             built.append(chart(title, _curves(views, column, smooth), most=most, **options))  # type: ignore[arg-type]
     extra = [name for view in views for name in view.metrics if name not in METRIC_COLUMNS]
     built += [
         chart(_title(views[0], name), _curves(views, name, smooth=True), up=name, most=most)
         for name in dict.fromkeys(extra)
-        if any(_measured(view, name) for view in views)
+        if any(_measured_points(view, name) for view in views)
     ]
     return built + (_by_rank(views[0]) if len(views) == 1 else [])
 
@@ -275,11 +275,11 @@ def clock(view: RunView) -> list[list[float]]:
 
     Steps between logged rows count like the next row. Without measured times the result is only the steps.
     """
-    rates = dict(_measured(view, "throughput/tokens_per_s"))
-    timed = _measured(view, "throughput/step_s")
+    rates = dict(_measured_points(view, "throughput/tokens_per_s"))
+    timed = _measured_points(view, "throughput/step_s")
     rows = [(step, seconds) for step, seconds in timed if seconds > 0 and rates.get(step, -1.0) >= 0]
     if not rows:
-        return [[step for step, _ in _measured(view, "train/loss")]]
+        return [[step for step, _ in _measured_points(view, "train/loss")]]
     steps, tokens, time = [0.0], [0.0], [0.0]
     for (before, _), (step, seconds) in pairwise([(0, 0.0), *rows]):
         steps.append(step)
@@ -318,7 +318,9 @@ def _loss(views: list[RunView], most: int) -> dict[str, Any]:
         return chart("Loss", [*train, *held_out], up=up, note="smoothed; dots: held out", wide=True, most=most)
     view = views[0]
     train = _smoothed_curves(view, "train/loss", smooth=True, name="train")
-    held_out = [Curve("held out", _measured(view, "val/loss"), HELD_OUT, "dots", ("held_out",), legend="held out")]
+    held_out = [
+        Curve("held out", _measured_points(view, "val/loss"), HELD_OUT, "dots", ("held_out",), legend="held out")
+    ]
     values = [value for curve in (*train, *held_out) for _, value in curve.points]
     level = math.log(view.baseline) if 0 < view.baseline < math.inf else math.nan
     if values and min(values) < level < max(values):
@@ -337,7 +339,7 @@ def _curves(views: list[RunView], column: str, smooth: bool) -> list[Curve]:
 
 
 def _smoothed_curves(view: RunView, column: str, smooth: bool, name: str = "") -> list[Curve]:
-    measured = _measured(view, column)
+    measured = _measured_points(view, column)
     smooth_points = smoothed(measured) if smooth else measured
     if smooth_points == measured:
         return [Curve(name or "value", measured, 0, keys=(name,), legend=name)]
@@ -354,7 +356,7 @@ def _comparison_curves(
     """One curve per run; runs with exactly the same measurements share one, and its label says so."""
     same: dict[tuple[tuple[float, float], ...], list[int]] = {}
     for index, view in enumerate(views):
-        same.setdefault(tuple(_measured(view, column)), []).append(index)
+        same.setdefault(tuple(_measured_points(view, column)), []).append(index)
     curves = []
     for series_of_runs, runs in same.items():
         first = runs[0]
@@ -377,5 +379,5 @@ def identical(views: list[RunView]) -> list[str]:
     ]
 
 
-def _measured(view: RunView, column: str) -> Points:
+def _measured_points(view: RunView, column: str) -> Points:
     return points(view.metrics.get("step", []), view.metrics.get(column, []))

@@ -180,10 +180,10 @@ def _last_row(path: Path) -> dict[str, float]:
     lines = tail[: tail.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines()
     names, cells = next(csv.reader([header.decode("utf-8", "replace")])), next(csv.reader(lines[-1:]), [])
     values = zip(names, cells, strict=False) if len(names) == len(cells) and cells != names else ()
-    return {name: _parsed(cell) for name, cell in values if cell}
+    return {name: _parse(cell) for name, cell in values if cell}
 
 
-def _parsed(cell: str) -> float:
+def _parse(cell: str) -> float:
     try:
         return float(cell)
     except ValueError:

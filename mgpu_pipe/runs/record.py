@@ -41,7 +41,7 @@ def read_samples(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
         lines = read_bytes(path, MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return []
-    return [entry for entry in map(_parsed, lines) if entry is not None]
+    return [entry for entry in map(_parse, lines) if entry is not None]
 
 
 def cut_samples_after(path: Path, step: int) -> None:
@@ -57,7 +57,7 @@ def cut_samples_after(path: Path, step: int) -> None:
         raise _unwritable(path, error) from error
 
 
-def _parsed(line: str) -> tuple[int, list[dict[str, Any]]] | None:
+def _parse(line: str) -> tuple[int, list[dict[str, Any]]] | None:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

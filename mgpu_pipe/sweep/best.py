@@ -49,17 +49,17 @@ def importances(settings: Mapping[str, Sequence[str]], metric: Sequence[float]) 
             if any(map(math.isnan, numeric)):  # NaN has no rank
                 raise ValueError
         except ValueError:
-            results.append(Importance(key, _explained(values, ranks), math.nan))
+            results.append(Importance(key, _explained_share(values, ranks), math.nan))
             continue
         places = _ranks(numeric)
         size = len(places) / BINS
         bins = [math.ceil(place / size) for place in places] if len(set(numeric)) > BINS else numeric
         trend = statistics.correlation(places, ranks) if len(set(numeric)) > 1 else math.nan
-        results.append(Importance(key, _explained(bins, ranks), trend))
+        results.append(Importance(key, _explained_share(bins, ranks), trend))
     return sorted(results, key=lambda result: -result.share)
 
 
-def _explained(bins: Sequence[object], values: Sequence[float]) -> float:
+def _explained_share(bins: Sequence[object], values: Sequence[float]) -> float:
     """Epsilon squared of the grouping, at least 0."""
     groups: dict[object, list[float]] = {}
     for value_bin, value in zip(bins, values, strict=True):
@@ -135,7 +135,7 @@ def ranked(points: Sequence[Point], metric: str, minimize: bool) -> list[Trial]:
     by_trial: dict[int, list[Point]] = {}
     for point in points:
         by_trial.setdefault(point.trial, []).append(point)
-    whole = [runs for runs in by_trial.values() if _measured(runs, metric)]
+    whole = [runs for runs in by_trial.values() if _is_measured(runs, metric)]
     values = [[run.metric(metric) for run in runs] for runs in whole]
     freedom = sum(len(group) - 1 for group in values)
     squares = sum(math.fsum((value - _mean(group)) ** 2 for value in group) for group in values)
@@ -174,7 +174,7 @@ def pareto(points: Sequence[Point], metrics: Sequence[str], minimize: Sequence[b
     return [point for _, point in sorted(front, key=lambda entry: (entry[0], entry[1].number))]
 
 
-def _measured(runs: Sequence[Point], metric: str) -> bool:
+def _is_measured(runs: Sequence[Point], metric: str) -> bool:
     """Whether every run of a trial finished with a value of ``metric``."""
     return all(run.status == FINISHED and not math.isnan(run.metric(metric)) for run in runs)
 

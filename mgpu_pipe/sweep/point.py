@@ -275,7 +275,7 @@ class FilePoints:
     def add(self, records: Sequence[dict[str, Any]]) -> bool:
         self._folder.mkdir(exist_ok=True)
         taken = self._folder / "adding.taken"
-        while not _created(taken):
+        while not _create(taken):
             _await_change(taken, lambda: False)
         try:
             if any(self._path(record["number"]).exists() for record in records):
@@ -293,7 +293,7 @@ class FilePoints:
                 return False
             version = record["version"] + 1
             taken = self._folder / f"{number}.{version}.taken"
-            if not _created(taken):
+            if not _create(taken):
                 _await_change(taken, lambda: self._read(number)["version"] >= version)  # noqa: B023
                 continue
             if self._read(number)["version"] >= version:  # another process wrote that version since our read
@@ -346,7 +346,7 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _created(path: Path) -> bool:
+def _create(path: Path) -> bool:
     """Create a file; True in exactly one of several processes."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))

@@ -138,7 +138,7 @@ def take_next(store: Store, tried: Collection[int], numbers: Collection[int]) ->
                 return taken
         if numbers:
             return None
-        for point, budget in _promoted(store, points):
+        for point, budget in _promote(store, points):
             if (taken := take(store, point, budget=budget)) is not None:
                 return taken
         if store.spec["search"] == "grid" or len({point.trial for point in points}) >= store.spec["trials"]:
@@ -178,7 +178,7 @@ def so_far(store: Store, points: Sequence[Point]) -> list[Tried]:
     return tried
 
 
-def _promoted(store: Store, points: Sequence[Point]) -> Iterator[tuple[Point, int]]:
+def _promote(store: Store, points: Sequence[Point]) -> Iterator[tuple[Point, int]]:
     rungs = store.spec["rungs"]
     if not rungs:
         return

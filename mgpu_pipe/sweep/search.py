@@ -106,7 +106,7 @@ def suggest(
     trial, chosen = study.ask(), dict[str, str]()
     for parameter in space:
         if parameter.applies(chosen):
-            chosen[parameter.key] = _suggested(trial, parameter)
+            chosen[parameter.key] = _suggest(trial, parameter)
     return chosen
 
 
@@ -171,7 +171,7 @@ def _distribution(parameter: Parameter) -> Any:
     return FloatDistribution(parameter.low, parameter.high, log=parameter.log)
 
 
-def _suggested(trial: optuna.Trial, parameter: Parameter) -> str:
+def _suggest(trial: optuna.Trial, parameter: Parameter) -> str:
     if parameter.values:
         return str(trial.suggest_categorical(parameter.key, parameter.values))
     if parameter.whole:

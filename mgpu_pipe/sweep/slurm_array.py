@@ -49,7 +49,7 @@ def submit_sweep(request: SweepRequest, spec: dict[str, object], command: Sequen
     check_name(root, name)
     trials = grid(request)
     overrides = [point for runs in trials for point in runs]
-    compositions = _composed(spec, dict(enumerate(overrides, 1)))
+    compositions = _compose(spec, dict(enumerate(overrides, 1)))
     run_folders: list[RunFolder] = []
     store = None
     before = taken_over(_interrupt)  # removes the new folders
@@ -100,7 +100,7 @@ def _submit_left(store: Store, command: Sequence[str], numbers: Collection[int])
         )
         return EXIT_OK
     new = {point.number: list(point.overrides) for point in left if not point.folder}
-    compositions = _composed(store.spec, new or {left[0].number: list(left[0].overrides)})
+    compositions = _compose(store.spec, new or {left[0].number: list(left[0].overrides)})
     run_folders: list[RunFolder] = []
     for point in left:
         if not point.folder:
@@ -124,9 +124,9 @@ def _errors(launch: LaunchConfig, sweep: SweepConfig) -> Iterator[BadInputError]
         yield ConfigError("sweep.parallel", sweep.parallel, fix)
 
 
-def _composed(spec: Mapping[str, object], points: Mapping[int, list[str]]) -> dict[int, Composition]:
+def _compose(spec: Mapping[str, object], points: Mapping[int, list[str]]) -> dict[int, Composition]:
     """Checked compositions of the points by number; prints errors of points, then raises BadInputError."""
-    parsed = parsed_again(list(map(str, _listed(spec["flags"]))), list(map(str, _listed(spec["fixed"]))))
+    parsed = parsed_again(list(map(str, _as_list(spec["flags"]))), list(map(str, _as_list(spec["fixed"]))))
     compositions: dict[int, Composition] = {}
     bad, first = 0, ""
     for (number, overrides), composition in zip(
@@ -160,7 +160,7 @@ def _composed(spec: Mapping[str, object], points: Mapping[int, list[str]]) -> di
     return compositions
 
 
-def _listed(value: object) -> list[object]:
+def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 

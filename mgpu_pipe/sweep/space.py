@@ -79,10 +79,10 @@ def parameter(key: str, value: Override | Any) -> Parameter:
             {other: _text(other, choice) for other, choice in when.items()} if isinstance(when, Mapping) else None
         )
         if "values" in value:
-            return _listed(name, key, [_text(key, choice) for choice in value["values"] or ()], condition)
+            return _read_list(name, key, [_text(key, choice) for choice in value["values"] or ()], condition)
         return _range(name, key, value.get("low"), value.get("high"), bool(value.get("log")), condition)
     if isinstance(value, list):
-        return _listed(name, key, [_text(key, choice) for choice in value], None)
+        return _read_list(name, key, [_text(key, choice) for choice in value], None)
     if isinstance(value, str):
         try:
             value = OverridesParser.create().parse_override(f"{key}={value}")
@@ -94,11 +94,11 @@ def parameter(key: str, value: Override | Any) -> Parameter:
     if isinstance(sweep, IntervalSweep):
         return _range(name, key, sweep.start, sweep.end, "log" in sweep.tags, None)
     if not value.is_sweep_override():
-        return _listed(name, key, [value.get_value_element_as_str()], None)
-    return _listed(name, key, list(value.sweep_string_iterator()), None)
+        return _read_list(name, key, [value.get_value_element_as_str()], None)
+    return _read_list(name, key, list(value.sweep_string_iterator()), None)
 
 
-def _listed(name: str, key: str, values: list[str], when: Mapping[str, str] | None) -> Parameter:
+def _read_list(name: str, key: str, values: list[str], when: Mapping[str, str] | None) -> Parameter:
     if not values:
         raise ConfigError(name, "[]", "give values", "the space is empty")
     return Parameter(key, tuple(dict.fromkeys(values)), when=when)

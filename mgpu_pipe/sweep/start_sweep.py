@@ -259,11 +259,11 @@ def extend(store: Store, words: Sequence[str]) -> None:
         if len(words) > 1 or key != "sweep.trials" or not number.isdigit() or int(number) <= spec["trials"]:
             raise BadInputError(f"{' '.join(words)}: a search is extended by sweep.trials=N, above {spec['trials']}")
         return store.amend(trials=int(number))
-    while not _extended(store, words):
+    while not _extend(store, words):
         pass
 
 
-def _extended(store: Store, words: Sequence[str]) -> bool:
+def _extend(store: Store, words: Sequence[str]) -> bool:
     """Add the points; False if another process added points meanwhile."""
     spec = store.spec
     known = hydra_cli.read_sweep(parsed_again(spec["flags"], [*spec["fixed"], *words]))

@@ -292,7 +292,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _parsed(text: object) -> Any:
+def _parse(text: object) -> Any:
     """Parsed JSON of a record; raises ValueError if it is none."""
     return parse_json(text if isinstance(text, str | bytes) else "", "a record")
 
@@ -313,7 +313,7 @@ class _Database:
 
     def all(self) -> list[dict[str, Any]]:
         with self._open() as database:
-            return [_parsed(row[0]) for row in database.execute("SELECT record FROM points ORDER BY number")]
+            return [_parse(row[0]) for row in database.execute("SELECT record FROM points ORDER BY number")]
 
     def add(self, records: Sequence[dict[str, Any]]) -> bool:
         rows = [(record["number"], json.dumps(record)) for record in records]
@@ -329,7 +329,7 @@ class _Database:
         with self._open() as database, database:
             database.execute("BEGIN IMMEDIATE")
             row = database.execute("SELECT record FROM points WHERE number = ?", (number,)).fetchone()
-            record = _parsed(row[0]) if row else {}
+            record = _parse(row[0]) if row else {}
             if (
                 not isinstance(record, dict)
                 or any(record.get(key) != value for key, value in expected.items())

@@ -69,14 +69,14 @@ def _slurm_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
     try:
         counts = tasks_per_node(text)
     except ValueError:
-        raise _refused(name, text, "it is no list of numbers such as 2(x3),1") from None
+        raise _refusal(name, text, "it is no list of numbers such as 2(x3),1") from None
     return size, counts[_number(environment, "SLURM_NODEID", 0, len(counts) - 1)]
 
 
 def _variable(environment: Mapping[str, str], name: str) -> str:
     text = environment.get(name, "")
     if not text:
-        raise _refused(name, text, "it is not set, though other variables of a world are")
+        raise _refusal(name, text, "it is not set, though other variables of a world are")
     return text
 
 
@@ -85,11 +85,11 @@ def _number(environment: Mapping[str, str], name: str, least: int, most: int | N
     text = _variable(environment, name)
     if not (text.isascii() and text.isdigit() and int(text) >= least and (most is None or int(text) <= most)):
         wanted = f"a number from {least}" + ("" if most is None else f" to {most}")
-        raise _refused(name, text, f"it is not {wanted}")
+        raise _refusal(name, text, f"it is not {wanted}")
     return int(text)
 
 
-def _refused(name: str, text: str, reason: str) -> ConfigError:
+def _refusal(name: str, text: str, reason: str) -> ConfigError:
     variable = "SLURM_STEP_NUM_TASKS" if name.startswith("SLURM") else "RANK"
     fix = f"start it by {'srun' if variable != 'RANK' else 'torchrun'}, or unset {variable} to start a new world"
     return ConfigError(name, text, fix, reason)

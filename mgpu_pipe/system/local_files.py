@@ -179,7 +179,7 @@ def read_bytes(path: Path, limit: int, inside: Path | None = None) -> bytes:
         NotPlainError: the file is not plain, is outside ``inside``, or is larger than ``limit``.
         OSError: the file is missing or unreadable.
     """
-    with _opened(path, inside) as file:
+    with _open(path, inside) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise NotPlainError(f"{path}: has {size:,} bytes, more than the {limit:,} that can be right")
@@ -197,14 +197,14 @@ def sha256_of(path: Path) -> str:
 
 def read_end(path: Path, most: int) -> bytes:
     """Last whole lines of a plain file in its folder, at most ``most`` bytes; errors: see :func:`read_bytes`."""
-    with _opened(path, None) as file:
+    with _open(path, None) as file:
         start = max(0, os.fstat(file.fileno()).st_size - most)
         file.seek(start)
         content = file.read(most)
     return content.partition(b"\n")[2] if start else content
 
 
-def _opened(path: Path, inside: Path | None) -> BinaryIO:
+def _open(path: Path, inside: Path | None) -> BinaryIO:
     check_plain(path, inside)
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -66,7 +66,7 @@ class Progress:
         self._first = self._step = self._drawn_step = initial_step
         self._started = self._next = time.monotonic()
         if self.mode == "bar" and self._bar is None:
-            self._guarded(self._start_bar)
+            self._guard(self._start_bar)
 
     def due(self, step: int) -> bool:
         """Whether an update for ``step`` would draw now; the caller then skips values that only a drawing needs."""
@@ -100,24 +100,24 @@ class Progress:
         if self._pace_from is None:  # the first step compiles and warms up: time left is judged without it
             self._pace_from = (step, time.monotonic())
         if self.due(step) or (val_loss is not None and not self._closed):
-            self._guarded(self._draw)
+            self._guard(self._draw)
 
     def message(self, text: str) -> None:
         """Show ``text`` as a separate line above the bar."""
         if not self._closed:
-            self._guarded(lambda: self._say(text))
+            self._guard(lambda: self._say(text))
 
     def close(self) -> None:
         """Draw the last state and give the terminal back; may be called twice."""
         if self._closed:
             return
         if self._step > self._drawn_step or self.mode == "bar":
-            self._guarded(self._draw)
+            self._guard(self._draw)
         if self._bar is not None:
-            self._guarded(self._bar.stop)
+            self._guard(self._bar.stop)
         self._closed = True
 
-    def _guarded(self, show: Callable[[], None]) -> None:
+    def _guard(self, show: Callable[[], None]) -> None:
         """Run ``show``; a terminal that went away (a closed ssh session) must not end the training."""
         try:
             show()

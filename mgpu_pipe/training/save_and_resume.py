@@ -130,9 +130,9 @@ class Checkpointer:
             except OSError as error:
                 _warn(f"the checkpoints of steps {ruined} could not be marked as ruined: {error}")
         last = step_batch.first_sample + step_batch.num_samples - 1
-        return NonFiniteError(what, step_batch.step + 1, step_batch.first_sample, last, self._followed(below))
+        return NonFiniteError(what, step_batch.step + 1, step_batch.first_sample, last, self._newest_followed(below))
 
-    def _followed(self, below: int) -> Path | None:
+    def _newest_followed(self, below: int) -> Path | None:
         """The latest valid checkpoint below step ``below``; a finite step followed it."""
         good = newest_valid(self._paths.checkpoints, "fallback", "size", before=below)
         return good.path if good is not None else None
@@ -267,7 +267,7 @@ class Checkpointer:
                 self._before_manifest,
             )
         except NotFinite as error:
-            good = self._followed(step if self._finite_step is None else min(step, self._finite_step))
+            good = self._newest_followed(step if self._finite_step is None else min(step, self._finite_step))
             first = samples - int(state["global_batch_size"])
             raise NonFiniteError(error.what, step, first, samples - 1, good, updated=True) from None
         self.longest_s = max(self.longest_s, time.monotonic() - began)

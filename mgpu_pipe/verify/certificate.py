@@ -98,14 +98,14 @@ def worst_of(measurements: Iterable[Measurement]) -> list[Worst]:
     errors of a step may cancel by chance on either side.
     """
     by_quantity: dict[str, Worst] = {}
-    for judged in _judged(list(measurements)):
+    for judged in _judge(list(measurements)):
         worst = by_quantity.get(judged.quantity)
         if worst is None or judged.ratio > worst.ratio:
             by_quantity[judged.quantity] = judged
     return [by_quantity[quantity] for quantity in QUANTITIES if quantity in by_quantity]
 
 
-def _judged(measurements: list[Measurement]) -> list[Worst]:
+def _judge(measurements: list[Measurement]) -> list[Worst]:
     pooled: dict[tuple[str, str], list[Measurement]] = {}
     judged: list[Worst] = []
     for measurement in measurements:

@@ -59,7 +59,7 @@ def compare(
     dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     steps = config.trainer.max_steps or 1
-    strategy, objective = _configured(config, dims)
+    strategy, objective = _configure(config, dims)
     packed = resolve_packing(config.model, config.data, config.objective) != "none"
     batches = [global_batch(objective, config.data, config.seed, step, packed=packed) for step in range(steps)]
     data_parallel_rank = dims.data_parallel_rank(dist.get_rank())
@@ -76,7 +76,7 @@ def compare(
     return watch.measurements
 
 
-def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, Objective]:
+def _configure(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, Objective]:
     """Strategy and objective, assembled like in training."""
 
     def materialised(model: torch.nn.Module, device: torch.device) -> None:

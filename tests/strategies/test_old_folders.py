@@ -71,7 +71,7 @@ def verified_from_folder(config: RunConfig) -> list[Worst]:
             model.get_buffer(name).copy_(buffer)
         return model
 
-    with mock.patch.object(comparison, "_configured", configured), mock.patch.object(baseline, "materialise", read):
+    with mock.patch.object(comparison, "_configure", configured), mock.patch.object(baseline, "materialise", read):
         return worst_of(comparison.compare(config)) if dist.is_initialized() else []
 
 

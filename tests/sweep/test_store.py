@@ -69,16 +69,16 @@ def test_no_point_is_taken_twice(store: Store, monkeypatch: pytest.MonkeyPatch) 
 def test_a_change_that_comes_late_does_not_undo_two_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points, number = file_points.FilePoints(tmp_path / "points"), 1
     points.add([{"number": number, "status": "waiting", "version": 0}])
-    make = file_points._created
+    make = file_points._create
 
     def late(path: Path) -> bool:
         """Others take and finish the point between our look at it and our turn."""
-        monkeypatch.setattr(file_points, "_created", make)
+        monkeypatch.setattr(file_points, "_create", make)
         assert points.change(number, {"status": "waiting"}, {"status": "running"})
         assert points.change(number, {"status": "running"}, {"status": "finished"})
         return make(path)
 
-    monkeypatch.setattr(file_points, "_created", late)
+    monkeypatch.setattr(file_points, "_create", late)
     assert not points.change(number, {"status": "waiting"}, {"status": "running"})
     assert points.all() == [{"number": number, "status": "finished", "version": 2}]
 

@@ -92,7 +92,7 @@ def _list(arguments: argparse.Namespace) -> int:
     resumed = resumed if resumed is not None else next((step_.step for step_ in reversed(steps) if step_.whole), None)
     if settings.on_corruption == "stop" and not steps[-1].whole:
         resumed = None
-    checkpoints_table(steps, resumed, _retained(steps, settings))
+    checkpoints_table(steps, resumed, _reasons_to_keep(steps, settings))
     remarks = [f"* taken by checkpoint.resume=auto, {root}"] if resumed is not None else []
     if resumed is None:
         remarks.append(f"checkpoint.resume=auto takes none of them, {root}")
@@ -174,7 +174,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         settings = _settings(steps)
         settings.keep_last, settings.keep_every = arguments.keep_last, arguments.keep_every
         settings.keep_best = settings.keep_best if arguments.keep_best is None else arguments.keep_best
-        retained = _retained(steps, settings)
+        retained = _reasons_to_keep(steps, settings)
         to_delete = [step for step in steps if step.whole and not step.ruined and step.step not in retained]
         checkpoints_table(steps, None, {**retained, **{step.step: "goes" for step in to_delete}})
         if arguments.yes:
@@ -224,7 +224,7 @@ def _settings(steps: Sequence[Step]) -> CheckpointConfig:
     return settings
 
 
-def _retained(steps: Sequence[Step], settings: CheckpointConfig) -> Mapping[int, str]:
+def _reasons_to_keep(steps: Sequence[Step], settings: CheckpointConfig) -> Mapping[int, str]:
     usable = [step for step in steps if step.whole and not step.ruined]
     proved = followed([step.step for step in usable])
     values = {step.step: step.metric(settings.best_metric) for step in usable if step.step in proved}

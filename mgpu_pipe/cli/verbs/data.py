@@ -81,7 +81,7 @@ def _show(config: RunConfig, count: int) -> None:
     causal = description(config.objective.name).attention == "causal"
     for number, parts in enumerate(parts_of(prepared, samples, indices, numbers, causal)):
         print_rows([], f"sample {number}{_source_suffix(prepared, indices[number])}")
-        print(_rendered(parts))  # print, because colours mark the trained text
+        print(_render(parts))  # print, because colours mark the trained text
 
 
 def _amounts(
@@ -185,7 +185,7 @@ def _fields(samples: SampleSet, indices: NDArray, numbers: NDArray) -> list[list
     return [[(name, described(value, row)) for name, value in batch.items()] for row in range(len(indices))]
 
 
-def _rendered(parts: list[Part]) -> str:
+def _render(parts: list[Part]) -> str:
     terminal, text = sys.stdout.isatty(), ""
     for number, part in enumerate(parts):
         if part.begins and number:

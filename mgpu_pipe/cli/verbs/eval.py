@@ -118,7 +118,7 @@ def _measure_held_out(run: LoadedRun, config: RunConfig) -> HeldOutFigures:
     errors = sample_errors(config.data, config.objective)
     if errors:
         raise errors[0]
-    prepared = _prepared(run, config)
+    prepared = _prepare(run, config)
     chosen = objective_class(config.objective.name)
     step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0, chosen.samples)
     if not len(step_batches):
@@ -225,7 +225,7 @@ def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
     return replace(composed, **{name: getattr(data, name) for name in unchanged})
 
 
-def _prepared(run: LoadedRun, config: RunConfig) -> Prepared:
+def _prepare(run: LoadedRun, config: RunConfig) -> Prepared:
     """Data tokenised as in the run: with the run's tokenizer if preparation would give another."""
     from mgpu_pipe.data.prepare_data import prepare
 

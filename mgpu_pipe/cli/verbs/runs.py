@@ -58,7 +58,7 @@ def runs(words: list[str]) -> int:
     if arguments is None:
         return EXIT_OK
     _check(arguments, root)
-    candidates = list(map(_named, arguments.run)) or list_runs(expand_home(root or Path(RunOptions.root)))
+    candidates = list(map(_find_named, arguments.run)) or list_runs(expand_home(root or Path(RunOptions.root)))
     chosen = [run for run in candidates if _fits(run, arguments)]
     pairs = [condition.partition("=")[::2] for condition in arguments.where]
     sort_keys = [] if arguments.sort in SORTS else [arguments.sort]
@@ -183,7 +183,7 @@ def _cell_text(value: object) -> str:
     return numbers.MISSING if value is None else f"{value:.6g}" if isinstance(value, float) else setting(value)
 
 
-def _named(folder: Path) -> Listed:
+def _find_named(folder: Path) -> Listed:
     if not is_run_folder(expand_home(folder)):
         raise RunFolderError(f"{folder}: not a run's folder; mgpu-pipe runs {ROOT_KEY}={folder} lists those below it")
     return listed(expand_home(folder))

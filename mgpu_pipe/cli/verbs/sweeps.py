@@ -136,7 +136,7 @@ def _list(sweep_stores: Sequence[Store], as_json: bool) -> int:
             continue
         counts = {status: sum(point.status == status for point in points) for status in (FINISHED, RUNNING)}
         left = sum(point.status in RESUMABLE for point in points)
-        best = _ranked(store, points)[:1]
+        best = _rank_trials(store, points)[:1]
         entry = {
             "name": store.name,
             "points": len(points),
@@ -300,7 +300,7 @@ def _report(store: Store, watch: bool, port: int) -> int:
 
 def _print_best(store: Store, points: Sequence[Point]) -> bool:
     """Print the best trial, trials within its noise, and the command that repeats it."""
-    trials = _ranked(store, points)
+    trials = _rank_trials(store, points)
     if not trials:
         return False
     if len(store.spec["metrics"]) > 1:
@@ -320,7 +320,7 @@ def _print_best(store: Store, points: Sequence[Point]) -> bool:
     return True
 
 
-def _ranked(store: Store, points: Sequence[Point]) -> list[Trial]:
+def _rank_trials(store: Store, points: Sequence[Point]) -> list[Trial]:
     return ranked(points, store.spec["metrics"][0], store.spec["minimize"][0])
 
 

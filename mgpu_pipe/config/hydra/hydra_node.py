@@ -85,7 +85,7 @@ def errors_below(config: DictConfig, loader: Any) -> Iterator[BadInputError]:
         setting = callbacks[slot.partition(".")[2]] if slot not in raw else raw[slot]
         yield from _slot_errors(slot, base, setting, node, loader)
     for key, target in _targets(raw, ""):
-        if key.removesuffix(f".{TARGET}") not in slots and target not in _provided(loader).classes:
+        if key.removesuffix(f".{TARGET}") not in slots and target not in _read_provided(loader).classes:
             yield ConfigError(f"hydra.{key}", target, "remove it", "a _target_ stands in declared slots only")
     for name in LOGGING:
         yield from _logging_errors(name, raw.get(name), loader)
@@ -107,7 +107,7 @@ def _slot_errors(slot: str, base: str, setting: object, node: DictConfig, loader
         if not (
             _is_plain(node, (*slot.split(".", 1), *inner))
             or was_typed(where)
-            or text in _provided(loader).interpolations
+            or text in _read_provided(loader).interpolations
         ):
             yield _interpolation_error(where, text)
 
@@ -119,7 +119,7 @@ def _target_errors(where: str, base: str, target: object, plugins_alone: bool, l
         return
     if plugins_alone and target in _plugins(base):
         return
-    trusted = target.split(".")[0] in TRUSTED_PACKAGES or target in _provided(loader).classes
+    trusted = target.split(".")[0] in TRUSTED_PACKAGES or target in _read_provided(loader).classes
     try:
         inherits = source_class.is_subclass(source_class.find_class(target), source_class.find_class(base))
     except (NoSuchName, NotAClass, Unknown):
@@ -161,7 +161,7 @@ def _logging_errors(name: str, raw: object, loader: Any) -> Iterator[BadInputErr
         yield _interpolation_error(key, raw)
         return
     best: list[str] | None = None
-    for option in _provided(loader).logging[name]:
+    for option in _read_provided(loader).logging[name]:
         ours, theirs = leaves(raw), leaves(option)
         changed = [
             path
@@ -270,7 +270,7 @@ class _Provided:
 _provided_by: dict[int, tuple[Any, _Provided]] = {}
 
 
-def _provided(loader: Any) -> _Provided:
+def _read_provided(loader: Any) -> _Provided:
     """Cached :class:`_Provided` of a loader, read only for a configuration that needs it."""
     if id(loader) not in _provided_by:
         _provided_by.clear()

@@ -27,16 +27,16 @@ def typing_slip(argument: str) -> BadInputError | None:
     key, equals, value = argument.partition("=")
     if equals and not (plain_key := _plain(key, is_key=True)).isascii():
         strange = next(letter for letter in plain_key if not letter.isascii())
-        return BadInputError(f"{argument}: has {_named(strange)} in its key; type the key again")
+        return BadInputError(f"{argument}: has {_name_letter(strange)} in its key; type the key again")
     plain = _plain(key if equals else argument, is_key=True) + (equals + _plain(value, is_key=False) if equals else "")
     if plain != argument:
         changed = (letter for letter in argument if _typed(letter) != letter and letter not in plain)
         strange = next(changed, None) or next(letter for letter in argument if letter.isspace())
         fix = f"type {plain}" if plain.isascii() else "type it again on a keyboard"
-        if (quoted := _quoted(value)) and _typed(key) == key:
+        if (quoted := _quote(value)) and _typed(key) == key:
             word = shlex.quote(f"{key}={quoted}")
             fix = f"quote the value, {word}" + ("" if "'" in plain or not plain.isascii() else f", or {fix}")
-        problem = f"has {_named(strange)}"
+        problem = f"has {_name_letter(strange)}"
         return ConfigError(key, value, fix, problem) if equals else BadInputError(f"{argument}: {problem}; {fix}")
     if argument.startswith("{") or value.startswith(('{"', "{'")):
         fields = _json_object(value if not argument.startswith("{") else argument)
@@ -52,11 +52,11 @@ def typing_slip(argument: str) -> BadInputError | None:
     return None
 
 
-def _named(letter: str) -> str:
+def _name_letter(letter: str) -> str:
     return f"U+{ord(letter):04X} ({unicodedata.name(letter, 'a character without a name').lower()})"
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     """A text, or a list of texts, with quotes around what has typographic marks inside; empty for other values."""
     is_list = value.startswith("[") and value.endswith("]")
     texts = [text.strip() for text in value[1:-1].split(",")] if is_list else [value]

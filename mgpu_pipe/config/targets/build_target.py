@@ -153,14 +153,14 @@ def resolve_target(node: Mapping[str, Any], base: type | str, key: str) -> tuple
         raise ConfigErrors([ConfigError(where, target, f"give the dotted path of a subclass of {wanted}")])
     errors = _nested_errors(node, key)
     try:
-        cls = _imported(target, where, wanted)
-        base_class = _imported(base, where, wanted) if isinstance(base, str) else base
+        cls = _import_class(target, where, wanted)
+        base_class = _import_class(base, where, wanted) if isinstance(base, str) else base
     except ConfigError as error:
         raise ConfigErrors([error, *errors]) from error
     if not issubclass(cls, base_class):
         errors.insert(0, _not_a_subclass(where, target, wanted))
     arguments = {name: value for name, value in node.items() if name != TARGET}
-    signature = _inspected(cls)
+    signature = _inspect(cls)
     if not errors and signature is not None:
         errors += _argument_errors(signature, list(arguments), node, target, key, signature.required)
     if errors:
@@ -178,7 +178,7 @@ def build(node: Mapping[str, Any], base: type | str, key: str, **extra: Any) -> 
         ConfigErrors: see :func:`resolve_target`; or the constructor refuses its arguments.
     """
     cls, arguments = resolve_target(node, base, key)
-    signature = _inspected(cls)
+    signature = _inspect(cls)
     taken = {
         name: value
         for name, value in extra.items()
@@ -225,13 +225,13 @@ def _is_class(target: str) -> bool:
 
 def _judge_imported(target: str, base: str, where: str) -> Signature | None:
     """Check a class by importing it, if the source is not enough."""
-    cls = _imported(target, where, base)
-    if not issubclass(cls, _imported(base, where, base)):
+    cls = _import_class(target, where, base)
+    if not issubclass(cls, _import_class(base, where, base)):
         raise _not_a_subclass(where, target, base)
-    return _inspected(cls)
+    return _inspect(cls)
 
 
-def _imported(target: str, where: str, base: str) -> type:
+def _import_class(target: str, where: str, base: str) -> type:
     """Class of a dotted path; follows only the modules named in the path, never a module's imports."""
     parts = target.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -257,7 +257,7 @@ def _imported(target: str, where: str, base: str) -> type:
     raise _missing(where, target, NoSuchName(f"no module {parts[0]}", []))
 
 
-def _inspected(cls: type) -> Signature | None:
+def _inspect(cls: type) -> Signature | None:
     """Parameters of the constructor; None if Python does not know them (compiled classes)."""
     try:
         parameters = list(inspect.signature(cls).parameters.values())

@@ -73,7 +73,7 @@ def find_class(dotted: str) -> SourceClass:
         module = ".".join(parts[:length])
         if find_module(module) is not None:
             if len(parts) - length > 1:
-                return _nested(module, parts[length:])
+                return _read_nested(module, parts[length:])
             return _attribute(module, parts[length], 0)
     raise NoSuchName(f"no module {parts[0]}", [])
 
@@ -150,15 +150,15 @@ def find_module(name: str) -> ModuleSpec | None:
 
 def _top_level(name: str) -> ModuleSpec | None:
     """Spec of a top-level module, the user's folder last. Frozen standard modules are looked up as files."""
-    return _installed(name) or PathFinder.find_spec(name, own_folders())
+    return _find_installed(name) or PathFinder.find_spec(name, own_folders())
 
 
 def is_own(module: str) -> bool:
     """Whether an existing module is in the user's folder only."""
-    return _installed(module.partition(".")[0]) is None
+    return _find_installed(module.partition(".")[0]) is None
 
 
-def _installed(name: str) -> ModuleSpec | None:
+def _find_installed(name: str) -> ModuleSpec | None:
     if BuiltinImporter.find_spec(name) is not None:
         return BuiltinImporter.find_spec(name)
     try:
@@ -193,7 +193,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(handler.body)
 
 
-def _nested(module: str, parts: list[str]) -> SourceClass:
+def _read_nested(module: str, parts: list[str]) -> SourceClass:
     """Definition of a nested class; refuses anything else between module and name, such as an imported module."""
     outer = _attribute(module, parts[0], 0)
     for part in parts[1:]:

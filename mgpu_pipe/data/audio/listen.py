@@ -152,9 +152,9 @@ def prepare_recordings(data: AudioConfig, sound: Sound, cache: Path, progress: P
     if source.speak is not None:
         return source.speak(data, sound.rate, cache, progress)
     paths, held_out = with_splits(data)
-    folder = held_out_folder = _listened(data, paths, "data.paths", sound, cache, progress)
+    folder = held_out_folder = _listen(data, paths, "data.paths", sound, cache, progress)
     if held_out:
-        held_out_folder = _listened(data, held_out, "data.validation_paths", sound, cache, progress)
+        held_out_folder = _listen(data, held_out, "data.validation_paths", sound, cache, progress)
     return folder, held_out_folder
 
 
@@ -196,7 +196,7 @@ def _build_spoken(
     return _write(out, texts, names, [len(wave) for wave in stored], hashes, [], rate, content)
 
 
-def _listened(
+def _listen(
     data: AudioConfig, patterns: Sequence[str], key: str, sound: Sound, cache: Path, progress: Progress
 ) -> Path:
     entries = list_recordings(data, patterns, key, keep_in(cache))

@@ -135,9 +135,9 @@ class SoundSamples(ABC):
 
     def model_input(self, index: int, number: int) -> Wave:
         """The model's input for a recording: with random changes in training, then normalised."""
-        return self._sound.fitted(self._changed(self.recording(index), number))
+        return self._sound.fitted(self._change(self.recording(index), number))
 
-    def _changed(self, wave: Wave, number: int) -> Wave:
+    def _change(self, wave: Wave, number: int) -> Wave:
         if self._split == "train" and (self._data.speed or self._data.noise):
             return self._sound.changed(wave, self._data, random_of(self._seed, number))
         return wave
@@ -194,7 +194,7 @@ class LabelledSounds(SoundSamples):
 
     def model_input(self, index: int, number: int) -> Wave:
         """The model's input for a part of a recording: with random changes in training, then normalised."""
-        part = self._changed(self.part(self.recording(index), number), number)
+        part = self._change(self.part(self.recording(index), number), number)
         return self._sound.fitted(part[: self._segment])
 
     def part(self, wave: Wave, number: int) -> Wave:

@@ -110,7 +110,7 @@ def words_of(
     """The transcript tokenizer, else trained on these texts, in the cache; ConfigError or ModelFolderError if it does
     not fit."""
     if existing_file(model, data) is None:
-        return Words(_trained(model, list(texts), window, cache))
+        return Words(_train(model, list(texts), window, cache))
     known = resolve_tokenizer(model, data, objective, [], cache)
     folder = cache / "words" / digest_of(_FORMAT, known.digest, window.settings())
 
@@ -131,7 +131,7 @@ def words_of(
     return words
 
 
-def _trained(model: ModelConfig, texts: list[str], window: LogMel, cache: Path) -> Path:
+def _train(model: ModelConfig, texts: list[str], window: LogMel, cache: Path) -> Path:
     size = transcripts_vocab_size(model)
     folder = cache / "words" / digest_of(_FORMAT, "trained", texts, size, window.settings())
 

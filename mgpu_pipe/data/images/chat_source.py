@@ -241,8 +241,8 @@ class ChatSource:
         else:
             sounds = prepare_sounds(self.sounds, window, data.tokenize_workers, cache, progress) if window else None
         stored = StoredClips(clips)
-        visuals = self._placed(pictures, stored, sounds)
-        misplaced = self._misplaced(tokens, standing)
+        visuals = self._place(pictures, stored, sounds)
+        misplaced = self._find_misplaced(tokens, standing)
         bad = [*self.skipped, *self.bad, *misplaced.values()]
         scanned = [pictures, clips, *([sounds] if sounds else [])]
         bad += [tuple(entry) for folder in scanned for entry in (read_manifest(folder) or {})["bad"]]
@@ -275,7 +275,7 @@ class ChatSource:
         build_once(out, partial(_write, pictures_of, visuals, leaders, content))
         return ChatFolders(tokens, out, pictures, clips, sounds)
 
-    def _placed(self, pictures: Path, clips: StoredClips, sounds: Path | None) -> list[VisualInput]:
+    def _place(self, pictures: Path, clips: StoredClips, sounds: Path | None) -> list[VisualInput]:
         """Visuals with the indices of their frames in these folders."""
         if not self.visuals or not (self.entries or self.clips or self.sounds):
             return self.visuals
@@ -318,7 +318,7 @@ class ChatSource:
             return None
         return leaders
 
-    def _misplaced(self, tokens: Path, standing: list[int]) -> dict[int, tuple[str, str]]:
+    def _find_misplaced(self, tokens: Path, standing: list[int]) -> dict[int, tuple[str, str]]:
         """Conversations whose picture places the template drops, as origin and reason by number; or DataError."""
         store = TokenStore.open(tokens)
         counts = np.array([len(numbers) for numbers in self.pictures], np.int64)

@@ -103,7 +103,7 @@ class PackedChats:
                 axes[row, :, here], axes[row, :, first + length :] = alone["position_ids"][member, :, :length], behind
         rows["position_ids"] = positions if axes is None else torch.cat([positions[:, None], axes], 1)
         for name, amounts in _amounts(alone).items():
-            rows[name] = _joined(alone[name], amounts, row_of, len(indices))
+            rows[name] = _join(alone[name], amounts, row_of, len(indices))
         if "pictures" in alone:
             rows["pictures"] = torch.zeros(len(indices), dtype=torch.int64)
             rows["pictures"].index_add_(0, torch.from_numpy(row_of), alone["pictures"])
@@ -126,7 +126,7 @@ def _amounts(alone: Mapping[str, torch.Tensor]) -> dict[str, NDArray[np.int64]]:
     return {name: pictures for name in ("pixel_values", "shown") if name in alone}
 
 
-def _joined(values: torch.Tensor, amounts: NDArray[np.int64], row_of: NDArray[np.int64], rows: int) -> torch.Tensor:
+def _join(values: torch.Tensor, amounts: NDArray[np.int64], row_of: NDArray[np.int64], rows: int) -> torch.Tensor:
     """Concatenates the values of each row's conversations, padded with zeros."""
     filled = np.zeros(rows, np.int64)
     joined = values.new_zeros(rows, int(np.bincount(row_of, amounts, rows).max()), *values.shape[2:])

@@ -169,7 +169,7 @@ def check_tars(data: ImageConfig, patterns: list[str], key: str) -> None:
                 next(tar_members(file, path.stat().st_size), None)
             except BadTarError as error:
                 if data.on_bad_sample == "stop":
-                    raise DataError(f"{path}: {_described(file, error)}; {files.REPLACE}") from error
+                    raise DataError(f"{path}: {_describe(file, error)}; {files.REPLACE}") from error
 
 
 def _build(path: Path, expected: Fingerprint, column: str, label_rule: tuple[str, str], out: Path) -> dict[str, Any]:
@@ -208,10 +208,10 @@ def _members(file: IO[bytes], size: int, bad: list[tuple[str, str]]) -> Iterator
             elif named := _NAME.fullmatch(member.name):
                 yield Member(named[1], named[2].lower(), member.offset, member.size, member.archive)
     except BadTarError as error:
-        bad.append(("", _described(file, error)))
+        bad.append(("", _describe(file, error)))
 
 
-def _described(file: IO[bytes], error: BadTarError) -> str:
+def _describe(file: IO[bytes], error: BadTarError) -> str:
     """Why a file cannot be read as tar: it has another format, or the error's message."""
     file.seek(0)
     form = binary_form(file.read(HEAD))

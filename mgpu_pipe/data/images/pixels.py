@@ -240,7 +240,7 @@ def normalisation(
     scale = 255.0 if folder.get("do_rescale", True) is False else factor if abs(factor - 1) > 1e-6 else 1.0
     known = [folder.get(name) if normed else usual for name, usual in (("image_mean", 0.0), ("image_std", 1.0))]
     mean, std = (
-        _by_channel(key, ours or _divided(theirs, scale), channels)
+        _by_channel(key, ours or _divide(theirs, scale), channels)
         for key, ours, theirs in zip(("data.mean", "data.std"), (data.mean, data.std), known, strict=True)
     )
     if min(std) <= 0:
@@ -248,7 +248,7 @@ def normalisation(
     return mean, std
 
 
-def _divided(values: Any, scale: float) -> Any:
+def _divide(values: Any, scale: float) -> Any:
     if scale == 1 or values is None:
         return values
     return [value / scale for value in (values if isinstance(values, list) else [values])]

@@ -215,7 +215,7 @@ class StoredClips:
 def frames_of(path: Path, fingerprint: Fingerprint | None, numbers: Sequence[int], channels: int) -> list[Image]:
     """Decodes frames of a file, in ascending order."""
     images, wanted = dict[int, Any](), set(numbers)
-    with _decoded(path, fingerprint) as (_, frames):
+    with _decode(path, fingerprint) as (_, frames):
         for index, frame in enumerate(frames):
             if index in wanted:
                 images[index] = _upright(frame).convert(MODES[channels])
@@ -233,7 +233,7 @@ def _build(
     out: Path,
 ) -> dict[str, Any]:
     looks = list(zip(paths, prints_of, strict=True))
-    facts = scan_in_order(looks, _looked, data.tokenize_workers, progress, "look", pool_from=_POOL_FROM, at_once=1)
+    facts = scan_in_order(looks, _look_at, data.tokenize_workers, progress, "look", pool_from=_POOL_FROM, at_once=1)
     good = [(path, known, fact) for (path, known), fact in zip(looks, facts, strict=True) if not isinstance(fact, str)]
     described = {
         "paths": [str(path.absolute()) for path, _, _ in good],
@@ -245,7 +245,7 @@ def _build(
     return {"bad": bad, "content": content}
 
 
-def _looked(job: tuple[Path, Fingerprint | str]) -> ClipFacts | str:
+def _look_at(job: tuple[Path, Fingerprint | str]) -> ClipFacts | str:
     path, fingerprint = job
     return fingerprint if isinstance(fingerprint, str) else look(path, fingerprint)
 
@@ -257,7 +257,7 @@ def look(path: Path, fingerprint: Fingerprint | None = None) -> ClipFacts | str:
         if is_cut_short(file):
             return "is cut short"
     try:
-        with _decoded(path, fingerprint) as (stream, frames):
+        with _decode(path, fingerprint) as (stream, frames):
             for frame in frames:
                 sizes.append(_size(frame))
                 times.append(frame.time)
@@ -276,7 +276,7 @@ def look(path: Path, fingerprint: Fingerprint | None = None) -> ClipFacts | str:
 
 
 @contextmanager
-def _decoded(path: Path, fingerprint: Fingerprint | None) -> Iterator[tuple[Any, Iterator[Any]]]:
+def _decode(path: Path, fingerprint: Fingerprint | None) -> Iterator[tuple[Any, Iterator[Any]]]:
     """First video stream of a file, and its frames; BadSampleError, or ChangedFileError after a change."""
     av = pyav()
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}

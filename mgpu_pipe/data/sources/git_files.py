@@ -40,7 +40,7 @@ def tracked_files(patterns: list[str], key: str) -> tuple[list[Path], int]:
     """
     chosen, left_out = dict[Path, None](), set[Path]()
     for pattern in patterns:
-        listed = _tracked(pattern, key)
+        listed = _list_tracked(pattern, key)
         if not listed:
             raise ConfigError(key, pattern, "track them by git add, or use data=text_files", "names no tracked file")
         for path in listed:
@@ -54,7 +54,7 @@ def tracked_files(patterns: list[str], key: str) -> tuple[list[Path], int]:
     return list(chosen), len(left_out)
 
 
-def _tracked(pattern: str, key: str) -> list[Path]:
+def _list_tracked(pattern: str, key: str) -> list[Path]:
     """Tracked plain files below a folder, or among the matches of a glob."""
     text = os.path.expanduser(pattern)
     if pattern.startswith(DATA):

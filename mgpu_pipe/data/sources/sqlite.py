@@ -58,7 +58,7 @@ def _database(path: Path) -> Iterator[sqlite3.Connection]:
         raise DataError(f"{path}: cannot be read as an SQLite file: {error}; {files.REPLACE}") from error
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -70,9 +70,7 @@ def _table_of(data: DataConfig, path: Path, database: sqlite3.Connection) -> str
     if table is None or table not in names:
         problem = f"has no table '{table}'" if table else f"has {len(names)} tables"
         raise DataError(f"{path}: {problem}; set data.table to one that is there: {', '.join(names) or 'none'}")
-    columns = [
-        name.decode(errors="replace") for _, name, *_ in database.execute(f"PRAGMA table_info({_quoted(table)})")
-    ]
+    columns = [name.decode(errors="replace") for _, name, *_ in database.execute(f"PRAGMA table_info({_quote(table)})")]
     if data.text_column not in columns:
         raise files.missing_column(f"{path}: {table}", "data.text_column", data.text_column, columns)
     return table
@@ -80,10 +78,10 @@ def _table_of(data: DataConfig, path: Path, database: sqlite3.Connection) -> str
 
 def _rows_in(data: DataConfig, path: Path, size: int) -> Rows:
     with _database(path) as database:
-        table, column = _table_of(data, path, database), _quoted(data.text_column)
+        table, column = _table_of(data, path, database), _quote(data.text_column)
         # Without indices the rows come in the order of the table itself.
         text = f"CASE typeof({column}) WHEN 'text' THEN {column} END"
-        rows = database.execute(f"SELECT {text}, typeof({column}) FROM {_quoted(table)} NOT INDEXED")
+        rows = database.execute(f"SELECT {text}, typeof({column}) FROM {_quote(table)} NOT INDEXED")
         number, most = 0, path.stat().st_size
         for number, (value, kind) in enumerate(rows, start=1):
             if number > most:  # a row takes a byte at least; pages that name each other have no end

@@ -131,7 +131,7 @@ class AnswerFinder:
         # The first turn, before which a template may write a default system message; or a generation prompt that is
         # longer than the text before an answer.
         visible = messages if after is None else messages[: index + 1]
-        head, marks, tail = self._marked(visible, tools, index).partition(SEEN)
+        head, marks, tail = self._mark(visible, tools, index).partition(SEEN)
         if not marks or SEEN in tail:
             if after is None or before is None or plain is None or not after.startswith(plain):
                 raise DataError(f"{origin}: the chat template does not render the content of message {index + 1} once")
@@ -191,7 +191,7 @@ class AnswerFinder:
         except Exception:  # the template may refuse a part of a conversation
             return None
 
-    def _marked(self, messages: Messages, tools: object, index: int) -> str:
+    def _mark(self, messages: Messages, tools: object, index: int) -> str:
         """Renders the conversation with a mark instead of the content of message ``index``."""
         other = [dict(message) for message in messages]
         other[index]["content"] = SEEN

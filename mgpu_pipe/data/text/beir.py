@@ -52,10 +52,10 @@ def _near(path: Path, name: str) -> Path:
 
 def pair_lines(path: Path, expected: Fingerprint | None = None) -> RowLines:
     """Yields the rows of a file of pairs, or those that judgements of BEIR and their texts make."""
-    return _joined(path, expected) if text_files(path) else row_lines(path, expected, nested=True)
+    return _join(path, expected) if text_files(path) else row_lines(path, expected, nested=True)
 
 
-def _joined(path: Path, expected: Fingerprint | None) -> RowLines:
+def _join(path: Path, expected: Fingerprint | None) -> RowLines:
     queries, corpus = text_files(path)
     judged: dict[str, dict[str, float]] = {}
     places: dict[str, tuple[str, int]] = {}

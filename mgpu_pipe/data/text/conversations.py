@@ -197,10 +197,10 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
     row = row_of_gemini(row, column)
     form = form_of(row, column, form)
     if form == "alpaca":
-        return _checked(system_before(_alpaca(row, origin), row, origin), "instruction", origin)
+        return _check(system_before(_alpaca(row, origin), row, origin), "instruction", origin)
     if form == "prompt_completion":
         row = with_lists(row, sides_of(row), (), origin)
-        return _checked(system_before(_completion(row, origin), row, origin), "prompt", origin)
+        return _check(system_before(_completion(row, origin), row, origin), "prompt", origin)
     if column not in row and form == "sharegpt":
         column = SHAREGPT
     if column not in row:
@@ -217,7 +217,7 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
         if all(isinstance(message, str) for message in value):  # UltraChat's form
             value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
         value = system_before(value, row, origin)
-    return _checked(value, column, origin)
+    return _check(value, column, origin)
 
 
 def _is_talk(value: list[Any]) -> bool:
@@ -290,7 +290,7 @@ def prompt_messages(value: object, column: str, origin: str) -> list[dict[str, A
     return [_message(message, number, origin) for number, message in enumerate(usual_messages(value), start=1)]
 
 
-def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
+def _check(value: object, column: str, origin: str) -> list[dict[str, Any]]:
     messages = prompt_messages(value, column, origin)
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
@@ -312,7 +312,7 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
         )
     content = message.get("content")
     if isinstance(content, list):
-        content = _joined(content, number, origin)
+        content = _join(content, number, origin)
     if "tool_calls" in message:
         calls = calls_of(message["tool_calls"], number, origin)
         message = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -336,7 +336,7 @@ _TEXTS = (None, "text", "input_text", "output_text")
 """Types of a content's parts that are texts: none in Bedrock and Gemini, the last two in OpenAI's Responses."""
 
 
-def _joined(parts: list[object], number: int, origin: str) -> str:
+def _join(parts: list[object], number: int, origin: str) -> str:
     """Joins the texts of ``[{"type": "text", "text": ...}, ...]``."""
     if any(part.get(name) is not None for part in parts if isinstance(part, dict) for name in (*MARKS, "weight")):
         raise DataError(f"{origin}: a part of message {number} has a mark of its own; mark whole messages")

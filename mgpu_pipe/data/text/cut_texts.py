@@ -234,14 +234,14 @@ class TurnEncoder:
     def _part(self, text: str, starts: Sequence[int], begin: int) -> TurnTokens:
         """Encodes ``text`` from the character ``begin`` on."""
         ids, firsts, crossed = list[int](), list[int](), False
-        piece = self._encoded(text, begin)
+        piece = self._encode(text, begin)
         for start in starts:
             cut = self._cut(text, start, begin, piece)
             if cut is not None:
                 crossed = crossed or any(first < start < end for first, end in piece[1])
                 ids += cut[0]
                 firsts += [max(first, begin) for first, _ in cut[1]]
-                begin, piece = start, self._encoded(text, start)
+                begin, piece = start, self._encode(text, start)
         return TurnTokens([*ids, *piece[0]], [*firsts, *(max(first, begin) for first, _ in piece[1])], crossed)
 
     def _cut(self, text: str, start: int, begin: int, piece: _Piece) -> _Piece | None:
@@ -253,7 +253,7 @@ class TurnEncoder:
             if ids[number] in self._added:
                 prefix, first = number, places[number][0]
                 break
-        prompt = self._prompt(text[first:start]) if prefix or not begin else self._encoded(text[:start], begin)
+        prompt = self._prompt(text[first:start]) if prefix or not begin else self._encode(text[:start], begin)
         if ids[prefix : prefix + len(prompt[0])] == prompt[0]:
             return None
         shift = first if prefix or not begin else 0
@@ -266,12 +266,12 @@ class TurnEncoder:
         """Encodes a prompt's end, with a cache: the same end recurs."""
         known = self._prompts.get(text)
         if known is None:
-            known = self._encoded(text)
+            known = self._encode(text)
             if len(text) <= _CACHED_CHARACTERS and len(self._prompts) < _CACHED:
                 self._prompts[text] = known
         return known
 
-    def _encoded(self, text: str, begin: int = 0) -> _Piece:
+    def _encode(self, text: str, begin: int = 0) -> _Piece:
         """Encodes the text from ``begin`` on, as a continuation; spans count in the whole text."""
         anchor = self._anchor if begin else ""
         encoding = self._tokenizer.encode(anchor + text[begin:], add_special_tokens=False)

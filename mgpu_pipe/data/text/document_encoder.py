@@ -166,18 +166,20 @@ class Encoder:
             return self._each(documents, self._token_ids)
         if self._spec.pairs:
             eos, pieces, masks = self._spec.eos_token_id, list[list[int]](), list[NDArray[np.uint8]]()
-            targets = self._encoded([document.target or "" for document in documents])
-            for source, target in zip(self._encoded([document.text for document in documents]), targets, strict=True):
-                source, target = _ended(source, eos), _ended(target, eos)
+            targets = self._encode_texts([document.target or "" for document in documents])
+            for source, target in zip(
+                self._encode_texts([document.text for document in documents]), targets, strict=True
+            ):
+                source, target = _end(source, eos), _end(target, eos)
                 pieces.append([*source, *target])
                 masks.append((np.arange(len(pieces[-1])) >= len(source)).astype(np.uint8))
             return documents, pieces, masks
         if self._spec.groups:
             return self._each(documents, self._group)
         if self._template is None:
-            return documents, self._encoded([document.text for document in documents]), []
+            return documents, self._encode_texts([document.text for document in documents]), []
         if self._spec.unpaired:
-            return self._each(documents, self._unpaired)
+            return self._each(documents, self._encode_unpaired)
         return self._each(documents, self._preference if self._spec.preferences else self._conversation)
 
     def _whole(self, documents: list[Document]) -> list[Document]:
@@ -209,7 +211,7 @@ class Encoder:
         self._notes.add_bad(fault)
 
     def _group(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
-        texts = self._encoded(json.loads(document.text))
+        texts = self._encode_texts(json.loads(document.text))
         if not all(texts):
             raise DataError(f"{document.origin}: a text has no tokens; {FIX}")
         starts = [np.arange(len(ids)) == 0 for ids in texts]
@@ -222,7 +224,7 @@ class Encoder:
         masks = [mask | bit for (_, mask), bit in zip(halves, (0, REJECTED), strict=True)]
         return [token for ids, _ in halves for token in ids], np.concatenate(masks)
 
-    def _unpaired(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
+    def _encode_unpaired(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
         assert self._template is not None
         rendered, desirable = self._template.unpaired(document.text, document.origin, self._spec.messages_column)
         ids, mask = self._ended_conversation(rendered, document.origin)
@@ -266,7 +268,7 @@ class Encoder:
             raise DataError(f"{document.origin} holds the token id {wrong}; data.tokenizer has ids 0 to {size - 1}")
         return tokens.tolist(), document.loss_mask
 
-    def _encoded(self, texts: list[str]) -> list[list[int]]:
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
         with self._refusing():
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=True)]
 
@@ -274,7 +276,7 @@ class Encoder:
         return refuse_library_errors(f"{self._spec.tokenizer_file}: cannot encode a text")
 
 
-def _ended(ids: list[int], eos: int) -> list[int]:
+def _end(ids: list[int], eos: int) -> list[int]:
     return ids if ids and ids[-1] == eos else [*ids, eos]
 
 

@@ -138,10 +138,10 @@ def encode_all(spec: EncoderSpec, documents: Iterable[Document], workers: int) -
                 break
     in_pool = characters >= _POOL_FROM_CHARACTERS
     encode = _encode_in_pool if in_pool else _encode_here
-    yield from work.batches_of(encode(work, chain(_emptied(head), waiting), workers))
+    yield from work.batches_of(encode(work, chain(_pop_all(head), waiting), workers))
 
 
-def _emptied(items: list[T]) -> Iterator[T]:
+def _pop_all(items: list[T]) -> Iterator[T]:
     """Yields the items and removes them from the list."""
     items.reverse()
     while items:

@@ -40,7 +40,7 @@ def pair_row(line: str, origin: str, columns: Sequence[str]) -> dict[str, Any]:
         DataError: broken JSON, or neither an object nor a list of texts.
     """
     query, positive, negative = columns[:3]
-    texts = _listed(line)
+    texts = _read_list(line)
     if texts is not None:
         return dict(zip(columns, (texts[0], texts[1], texts[2:]), strict=False))
     row = files.json_row(line, origin, *columns)
@@ -69,12 +69,12 @@ def is_published(line: str, columns: Sequence[str]) -> bool:
     try:
         before = files.json_row(line, "", *columns)
     except DataError:
-        return _listed(line) is not None
+        return _read_list(line) is not None
     row = pair_row(line, "", columns)
     return any((row.get(column) or None) != (before.get(column) or None) for column in columns)
 
 
-def _listed(line: str) -> list[Any] | None:
+def _read_list(line: str) -> list[Any] | None:
     """Values of a row that is a JSON list of two or more."""
     if line.lstrip()[:1] != "[":
         return None

@@ -155,7 +155,7 @@ class RowEncoder:
 
     def encode(self, rows: Sequence[Row]) -> tuple[EncodedBatch, list[int]]:
         """Encodes rows; returns also where each second text begins: at the row's end without one."""
-        encoded = [self._joined(row.texts) if len(row.texts) > 1 and not self._pairs else None for row in rows]
+        encoded = [self._join(row.texts) if len(row.texts) > 1 and not self._pairs else None for row in rows]
         self._tokenizer.enable_truncation(self._seq_len - self._ends)
         alone = (row.texts for row, encoded_row in zip(rows, encoded, strict=True) if encoded_row is None)
         inputs = [texts if len(texts) > 1 else texts[0] for texts in alone]
@@ -186,7 +186,7 @@ class RowEncoder:
         kinds = encoding.type_ids
         return ids, kinds.index(1) if 1 in kinds else len(ids)
 
-    def _joined(self, texts: tuple[str, ...]) -> tuple[list[int], int]:
+    def _join(self, texts: tuple[str, ...]) -> tuple[list[int], int]:
         first, second = (self._tokenizer.encode(text).ids for text in texts)
         room = self._seq_len - 2
         head = first[: max(room - len(second), room - room // 2)]

@@ -49,14 +49,12 @@ class PairSamples(RowSamples):
         start, (source_room, target_room) = self.start[indices], self._room
         sources, targets = self._source[indices], self._target[indices]
         return {
-            "input_ids": self._padded(start, sources, source_room, self.padding_token_id),
+            "input_ids": self._pad(start, sources, source_room, self.padding_token_id),
             "attention_mask": (np.arange(source_room) < sources[:, None]).astype(np.int64),
-            "labels": self._padded(start + sources, targets, target_room, IGNORE_INDEX),
+            "labels": self._pad(start + sources, targets, target_room, IGNORE_INDEX),
         }
 
-    def _padded(
-        self, start: NDArray[np.int64], length: NDArray[np.int64], room: int, padding: int
-    ) -> NDArray[np.int64]:
+    def _pad(self, start: NDArray[np.int64], length: NDArray[np.int64], room: int, padding: int) -> NDArray[np.int64]:
         """Pads runs of tokens to rows of ``room`` tokens."""
         place = np.arange(room)
         rows = self.tokens_at(start[:, None] + place)

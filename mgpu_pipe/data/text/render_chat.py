@@ -268,7 +268,7 @@ class ChatTemplate:
                 message["content"] = spelled(content, self.placeholders)
         try:
             with nullcontext() if rendered_before else limited(size):
-                return self._rendered(messages, tools, origin)
+                return self._render(messages, tools, origin)
         except TemplateError as error:
             raise DataError(f"{origin}: the chat template refuses these messages: {reason(error)}") from error
 
@@ -279,7 +279,7 @@ class ChatTemplate:
         unread_tools = [TOOLS] if tools and TOOLS not in self._fields_in_source else []
         return [*unread_tools, *(f"{name} of messages" for name in unread)]
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: object, origin: str) -> Rendered:
+    def _render(self, messages: list[dict[str, Any]], tools: object, origin: str) -> Rendered:
         full = self._marked(messages, tools)
         check_unicode(full, origin)
         self._note(messages, full, origin)

@@ -63,31 +63,31 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         tables: list[dict[str, Any]] = [self.filters, self.tests]
         for functions in tables:
             functions.update({name: _weighing(function) for name, function in functions.items()})
-        self.filters[_WEIGHED] = _weighed
+        self.filters[_WEIGHED] = _weigh
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Parses a template and weighs every operand that is compared, hashed or written."""
         tree = super()._parse(source, name, filename)
         for compare in list(tree.find_all(nodes.Compare)):
-            compare.expr = _wrapped(compare.expr)
+            compare.expr = _wrap(compare.expr)
             for operand in compare.ops:
-                operand.expr = _wrapped(operand.expr)
+                operand.expr = _wrap(operand.expr)
         for pair in list(tree.find_all(nodes.Pair)):
-            pair.key = _wrapped(pair.key)
+            pair.key = _wrap(pair.key)
         several: list[Any] = [*tree.find_all(nodes.Output), *tree.find_all(nodes.Concat)]
         for written in several:
-            written.nodes = [node if isinstance(node, nodes.TemplateData) else _wrapped(node) for node in written.nodes]
+            written.nodes = [node if isinstance(node, nodes.TemplateData) else _wrap(node) for node in written.nodes]
         return tree.set_environment(self)  # type: ignore[return-value]
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        return super().getitem(obj, _weighed(argument))
+        return super().getitem(obj, _weigh(argument))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a template's call after weighing it; Jinja's parameter names avoid the template's."""
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-        measured = [_measured(value) for value in args]
+        measured = [_measure(value) for value in args]
         for value in (owner, *kwargs.values()):
-            _weighed(value)
+            _weigh(value)
         if isinstance(owner, str) and name in _PRODUCTS:
             _check_product(owner, *args, *kwargs.values())
         if name == "fromkeys":  # with equal hashes the cost is the square of their number
@@ -95,8 +95,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *measured, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _weighed(left)
-        _weighed(right)
+        _weigh(left)
+        _weigh(right)
         if operator == "**":
             numbers = isinstance(left, int) and isinstance(right, int)
             if numbers and abs(left) > 1 and left.bit_length() * abs(right) > _LARGEST_NUMBER_BITS:
@@ -111,7 +111,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def _weighed(value: Any) -> Any:
+def _weigh(value: Any) -> Any:
     """``value``, if an operation may read it; TemplateLimit if it is too large, repeated elements included."""
     waiting: list[Any] = [value]
     weight = 0
@@ -132,11 +132,11 @@ def _weighed(value: Any) -> Any:
     return value
 
 
-def _measured(value: Any) -> Any:
-    """Weighs like :func:`_weighed`; weighs an iterator's values as they come."""
+def _measure(value: Any) -> Any:
+    """Weighs like :func:`_weigh`; weighs an iterator's values as they come."""
     if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
         return _weigh_each(value)
-    return _weighed(value)
+    return _weigh(value)
 
 
 def _weigh_each(values: Iterable[Any]) -> Iterator[Any]:
@@ -145,7 +145,7 @@ def _weigh_each(values: Iterable[Any]) -> Iterator[Any]:
         left -= _ELEMENT + (len(value) if hasattr(value, "__len__") else 0)
         if left < 0:
             raise TemplateLimit(f"one operation reads more than {MOST_READ >> 20} Mi characters")
-        yield _weighed(value)
+        yield _weigh(value)
 
 
 def _weighing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,12 +153,12 @@ def _weighing(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)  # copies the marks by which Jinja passes the context
     def weighing(*args: Any, **kwargs: Any) -> Any:
-        return function(*map(_measured, args), **{name: _measured(value) for name, value in kwargs.items()})
+        return function(*map(_measure, args), **{name: _measure(value) for name, value in kwargs.items()})
 
     return weighing
 
 
-def _wrapped(node: nodes.Expr) -> nodes.Expr:
+def _wrap(node: nodes.Expr) -> nodes.Expr:
     return nodes.Filter(node, _WEIGHED, [], [], None, None, lineno=node.lineno)
 
 

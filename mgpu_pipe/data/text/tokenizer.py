@@ -88,7 +88,7 @@ def resolve_tokenizer(
     file = existing_file(model, data)
     template, special = chosen_template(model, data), SPECIAL.get(str(data.chat_template), ())
     if file is not None:
-        info = _imported(model, data, file, template, cache)
+        info = _import(model, data, file, template, cache)
     elif not sources:
         size = trained_vocab_size(model, data, objective, special)
         name = digest_of("numbers", _BPE_VERSION, size)
@@ -228,7 +228,7 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
     return TokenizerInfo(folder, manifest["digest"], manifest["vocab_size"], manifest["eos_token_id"])
 
 
-def _imported(
+def _import(
     model: ModelConfig, data: DataConfig, file: Path, template: ChosenTemplate | None, cache: Path
 ) -> TokenizerInfo:
     """Copies the tokenizer of ``file``, completed to load alone; a template's missing tokens get the next free ids."""

@@ -49,7 +49,7 @@ def compare_searches(
         for line, (_, text) in enumerate(read_texts(files[1]), start=1):
             if text:
                 documents.setdefault(text, line)
-        right = _graded(rows, list(documents))
+        right = _grade(rows, list(documents))
     most = min(max(MOST_RANK, candidates), len(documents))
     vectors = encode_sides(run, source, pairs or run.source, queries, documents, batch)
     orders = {
@@ -60,13 +60,13 @@ def compare_searches(
         scorer, texts = PairScorer(reranker, batch), list(documents)
         for name in list(orders):
             orders[f"{name} + reranker"] = [
-                _reranked(scorer, query, order, texts) for query, order in zip(queries, orders[name], strict=True)
+                _rerank(scorer, query, order, texts) for query, order in zip(queries, orders[name], strict=True)
             ]
     measured = [(name, measure_orders(order, right)) for name, order in orders.items()]
     return measured, len(queries), len(documents)
 
 
-def _graded(rows: Sequence[Mapping[str, Any]], documents: Sequence[str]) -> list[dict[int, float]]:
+def _grade(rows: Sequence[Mapping[str, Any]], documents: Sequence[str]) -> list[dict[int, float]]:
     """Grades of each query's right documents by their numbers."""
     numbers, grades = {text: number for number, text in enumerate(documents)}, dict[str, dict[int, float]]()
     for row in rows:
@@ -75,7 +75,7 @@ def _graded(rows: Sequence[Mapping[str, Any]], documents: Sequence[str]) -> list
     return list(grades.values())
 
 
-def _reranked(scorer: PairScorer, query: str, order: Sequence[int], texts: Sequence[str]) -> list[int]:
+def _rerank(scorer: PairScorer, query: str, order: Sequence[int], texts: Sequence[str]) -> list[int]:
     scores = scorer.score([(query, texts[number]) for number in order])
     return [order[place] for place in sorted(range(len(order)), key=lambda place: (-scores[place], place))]
 

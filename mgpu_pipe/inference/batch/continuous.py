@@ -105,7 +105,7 @@ class RowBatch:
         if self.rows:
             length = max(longest, self._layers[0][0].shape[-2])
             layers = [
-                (_joined(old_keys, keys, length), _joined(old_values, values, length))
+                (_join(old_keys, keys, length), _join(old_values, values, length))
                 for (old_keys, old_values), (keys, values) in zip(self._layers, layers, strict=True)
             ]
         self.rows, self._layers = [*self.rows, *rows], layers
@@ -166,6 +166,6 @@ def _layers_of(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(layer.keys, layer.values) for layer in layers]
 
 
-def _joined(old: torch.Tensor, new: torch.Tensor, length: int) -> torch.Tensor:
+def _join(old: torch.Tensor, new: torch.Tensor, length: int) -> torch.Tensor:
     """Rows of both, with padding on the left up to ``length`` tokens."""
     return torch.cat([F.pad(states, (0, 0, length - states.shape[-2], 0)) for states in (old, new)])

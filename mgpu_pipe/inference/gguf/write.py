@@ -82,7 +82,7 @@ def kind_of(name: str, shape: tuple[int, ...], dtype: GgufDtype) -> GGMLQuantiza
     return GGMLQuantizationType.F16 if shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
 
 
-def _quantised(name: str, tensor: torch.Tensor, kind: GGMLQuantizationType) -> ndarray[Any, Any]:
+def _quantise(name: str, tensor: torch.Tensor, kind: GGMLQuantizationType) -> ndarray[Any, Any]:
     """The tensor as the file's bytes, (rows, bytes of a row); MgpuError for a value that the type cannot hold."""
     import gguf
 
@@ -119,7 +119,7 @@ def rounded_reader(layout: GgufLayout, read: ReadTensor, dtype: GgufDtype) -> Re
             raise MgpuError(f"--format=gguf: the layout of {name} is not the inverse of its reader's; report this")
         for stored_name, tensor in stored.items():
             stored_as = kind_of(stored_name, tuple(tensor.shape), dtype)
-            values = gguf.dequantize(_quantised(stored_name, tensor, stored_as), stored_as)
+            values = gguf.dequantize(_quantise(stored_name, tensor, stored_as), stored_as)
             rounded.append(torch.from_numpy(values.copy()).reshape(tensor.shape))
         return from_file(place, rounded, layout.model.config).contiguous().to(kind)
 
@@ -168,7 +168,7 @@ def write_gguf(
         tensors = layout.stored(name, read)
         for stored_name in list(tensors):
             tensor = tensors.pop(stored_name)
-            writer.write_tensor_data(_quantised(stored_name, tensor, kind_of(stored_name, tuple(tensor.shape), dtype)))
+            writer.write_tensor_data(_quantise(stored_name, tensor, kind_of(stored_name, tuple(tensor.shape), dtype)))
             del tensor  # before the next is read
     for tensor in more_tensors.values():
         writer.write_tensor_data(tensor.numpy())

@@ -90,7 +90,7 @@ def _check(file: Path, read: set[Path]) -> None:
                 f"{file}:{node.start_mark.line + 1}: names code ({node.tag} {node.value}), which would run as you; "
                 "read it, then add --harness-code"
             )
-    for name in _included(root):
+    for name in _list_included(root):
         _check((file.parent / name).resolve(), read)
 
 
@@ -109,7 +109,7 @@ def _nodes(root: yaml.Node | None) -> Iterator[yaml.Node]:
             waiting += node.value
 
 
-def _included(root: yaml.Node | None) -> list[str]:
+def _list_included(root: yaml.Node | None) -> list[str]:
     """The files that a task file includes."""
     if not isinstance(root, yaml.MappingNode):
         return []

@@ -48,18 +48,20 @@ class HarnessModel(HFLM):
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is the likeliest. A collective call."""
-        results = self._shared(super().loglikelihood, requests, disable_tqdm)
+        results = self._share_requests(super().loglikelihood, requests, disable_tqdm)
         return [(float(value), bool(is_greedy)) for value, is_greedy in results]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text. A collective call."""
-        return self._shared(super().loglikelihood_rolling, requests, disable_tqdm)
+        return self._share_requests(super().loglikelihood_rolling, requests, disable_tqdm)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuation of each text, up to its stop words. A collective call."""
-        return self._shared(super().generate_until, requests, disable_tqdm)
+        return self._share_requests(super().generate_until, requests, disable_tqdm)
 
-    def _shared(self, method: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
+    def _share_requests(
+        self, method: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool
+    ) -> list[Any]:
         """The results of all requests; this process computes its share."""
         part = list(requests[self._share :: self._shares])
         results = method(part, disable_tqdm=disable_tqdm or self._share > 0) if part else []

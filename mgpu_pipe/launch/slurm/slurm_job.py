@@ -85,7 +85,7 @@ def _check_and_launch(folder: Path, again: Sequence[str]) -> int:
         export_time_limit(this_job())
     command_line = CommandLine(
         overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),
-        command=[str(word) for word in _listed(recorded(folder).get("command"))],
+        command=[str(word) for word in _as_list(recorded(folder).get("command"))],
         again=again or ["sbatch", str(folder / SCRIPT)],
     )
     return launch(config, command_line).exit_code
@@ -112,7 +112,7 @@ def export_time_limit(job: str) -> None:
         os.environ[JOB_ENDS] = str(time.time() + left)
 
 
-def _listed(value: object) -> list[object]:
+def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 

@@ -196,7 +196,7 @@ class GroupedExperts(nn.Module):
 
     def dense(self, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Products with the frozen weights, for rows in groups that end at ``ends``."""
-        return _grouped(rows, as_rows(self, getattr(self, name)), ends)
+        return _multiply_grouped(rows, as_rows(self, getattr(self, name)), ends)
 
 
 class LoraExperts(GroupedExperts, Adapted):
@@ -219,7 +219,9 @@ class LoraExperts(GroupedExperts, Adapted):
             return result
         adapter = {kind: getattr(self, attribute) for kind, attribute in self.adapter_names()[name].items()}
         dropped = rows if self.lora_dropout is None else self.lora_dropout(rows)
-        return result + _grouped(_grouped(dropped, adapter[A], ends) * self.lora_scale, adapter[B], ends)
+        return result + _multiply_grouped(
+            _multiply_grouped(dropped, adapter[A], ends) * self.lora_scale, adapter[B], ends
+        )
 
 
 @functools.cache
@@ -234,7 +236,7 @@ def packs_experts(module: nn.Module) -> bool:
     return "has_gate" in attributes and WEIGHTS[2] in module._parameters and not attributes.get("has_post_expert_norm")
 
 
-def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _multiply_grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Products of each group of rows, ending at ``ends``, with its matrix of ``weights`` (groups, outputs, inputs)."""
     row_bytes = [size * rows.element_size() for size in weights.shape[1:]]
     if rows.dtype != torch.float64 and not any(size % ALIGNED for size in row_bytes):

@@ -154,7 +154,7 @@ def first_adapters(keys: PeftConfig, model: nn.Module) -> Iterator[tuple[str, to
                 theirs = name_in_peft(other)
                 if theirs in stored and not torch.equal(file.get_tensor(theirs), value):
                     reason = f"its {theirs} and {name_in_peft(name)} differ, and the model ties {other} to {name}"
-                    raise _refused(keys, "use model.config.tie_word_embeddings=false", reason)
+                    raise _refusal(keys, "use model.config.tie_word_embeddings=false", reason)
             yield name, value.float()
 
 
@@ -175,9 +175,9 @@ def check_peft_folder(keys: PeftConfig, model: nn.Module, adapters_alone: bool =
         header = read_header(folder / ADAPTER_WEIGHTS)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise _refused(keys, f"give a folder with {ADAPTER_SETTINGS} and {ADAPTER_WEIGHTS}", reason) from error
+        raise _refusal(keys, f"give a folder with {ADAPTER_SETTINGS} and {ADAPTER_WEIGHTS}", reason) from error
     if not isinstance(settings, dict):
-        raise _refused(
+        raise _refusal(
             keys, f"give a folder whose {ADAPTER_SETTINGS} is peft's", f"{ADAPTER_SETTINGS} is no JSON object"
         )
     _check_settings(keys, folder, settings)
@@ -187,29 +187,29 @@ def check_peft_folder(keys: PeftConfig, model: nn.Module, adapters_alone: bool =
     for name, parameter in trained.items():
         theirs = name_in_peft(name)
         if theirs not in header:
-            fix = f"use peft.targets={_listed(settings.get('target_modules'))}, and peft.train_also as it was"
-            raise _refused(keys, fix, f"it has no {theirs}, and the run trains {name}")
+            fix = f"use peft.targets={_list_modules(settings.get('target_modules'))}, and peft.train_also as it was"
+            raise _refusal(keys, fix, f"it has no {theirs}, and the run trains {name}")
         others = [name_in_peft(other) for other in tied.get(name, ())]
         lacking = next((other for other in others if other not in header), None)
         if lacking is not None and settings.get(TYING) is not True:
             reason = f"it has no {lacking}: peft leaves it as the base has it, and the model ties it to {name}"
-            raise _refused(keys, "use model.config.tie_word_embeddings=false", reason)
+            raise _refusal(keys, "use model.config.tie_word_embeddings=false", reason)
         for entry in (theirs, *(other for other in others if other in header)):
             known.add(entry)
             stored, shape = tuple(header[entry]["shape"]), tuple(parameter.shape)
             if stored != shape and (_is_adapter(name) or not adapters_alone):
-                raise _refused(keys, "give the model that it was trained on", f"{entry} is {stored}, {name} {shape}")
+                raise _refusal(keys, "give the model that it was trained on", f"{entry} is {stored}, {name} {shape}")
     left = sorted(set(header) - known)
     if left:
-        fix = f"use peft.targets={_listed(settings.get('target_modules'))}, or name it in peft.train_also"
-        raise _refused(keys, fix, f"it holds {left[0]}, which the run does not train")
+        fix = f"use peft.targets={_list_modules(settings.get('target_modules'))}, or name it in peft.train_also"
+        raise _refusal(keys, fix, f"it holds {left[0]}, which the run does not train")
 
 
 def _check_settings(keys: PeftConfig, folder: Path, settings: Mapping[str, Any]) -> None:
     """Check that the adapter of ``folder`` is of the kind and sizes of ``keys``."""
     refused = fault_of(settings)
     if refused is not None:
-        raise _refused(keys, refused.fix, refused.reason)
+        raise _refusal(keys, refused.fix, refused.reason)
     dora = bool(settings.get("use_dora"))
     if dora != (keys.name == "dora"):
         kind = "dora" if dora else "lora"
@@ -226,10 +226,10 @@ def _is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (A, B, MAGNITUDE)
 
 
-def _listed(modules: object) -> str:
+def _list_modules(modules: object) -> str:
     # peft writes a set in arbitrary order.
     return f"[{','.join(sorted(map(str, modules)))}]" if isinstance(modules, list) else str(modules)
 
 
-def _refused(keys: PeftConfig, fix: str, reason: str) -> ConfigError:
+def _refusal(keys: PeftConfig, fix: str, reason: str) -> ConfigError:
     return ConfigError("peft.init_from", keys.init_from, fix, reason)

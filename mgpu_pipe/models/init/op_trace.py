@@ -265,7 +265,7 @@ def replay(
     def thaw(value: Any) -> Any:
         return window(value) if isinstance(value, TensorRef) else value
 
-    with torch.no_grad(), torch.device("cpu"), _seeded(seed):
+    with torch.no_grad(), torch.device("cpu"), _seed(seed):
         for operation in operations:
             is_ref = {"is_leaf": lambda value: isinstance(value, TensorRef)}
             args, kwargs = tree_map(thaw, (operation.args, operation.kwargs), **is_ref)
@@ -276,7 +276,7 @@ def replay(
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seed(seed: int) -> Iterator[None]:
     """Context that seeds the process's CPU generator and restores it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -235,20 +235,20 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
         if length is None or (length <= MAX_HEADER_BYTES and size < 8 + length):
-            raise _truncated(file, size, 8 + (length or 0))
+            raise _truncation_error(file, size, 8 + (length or 0))
         if length > MAX_HEADER_BYTES:
-            raise _damaged(file, "its header has an impossible length")
+            raise _damage_error(file, "its header has an impossible length")
         raw = stream.read(length)
     try:
         header = parse_json(raw, file)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         data = _data_bytes(entries)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        raise _damaged(file, "its header is not readable") from None
+        raise _damage_error(file, "its header is not readable") from None
     if size < 8 + length + data:
-        raise _truncated(file, size, 8 + length + data)
+        raise _truncation_error(file, size, 8 + length + data)
     if size > 8 + length + data:
-        raise _damaged(file, f"it has {size - 8 - length - data} bytes more than its header says")
+        raise _damage_error(file, f"it has {size - 8 - length - data} bytes more than its header says")
     return entries
 
 
@@ -286,12 +286,12 @@ def _check_index(folder: Path) -> list[dict[str, dict[str, Any]]]:
     index = _read_json(folder / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise _damaged(folder / INDEX, "it has no weight_map")
+        raise _damage_error(folder / INDEX, "it has no weight_map")
     headers: dict[str, dict[str, dict[str, Any]]] = {}
     for shard in sorted(set(weight_map.values())):
         file = folder / Path(str(shard)).name
         if shard != file.name:
-            raise _damaged(folder / INDEX, f"{shard[:80]} is no name of a file in this folder")
+            raise _damage_error(folder / INDEX, f"{shard[:80]} is no name of a file in this folder")
         if not is_file(file):
             raise ModelFolderError(
                 f"model.path={folder}: {shard} is missing, which {INDEX} names; copy the whole folder again"
@@ -322,17 +322,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(file, MAX_JSON_BYTES), file)
     except (ValueError, OSError) as error:
-        raise _damaged(file, f"not readable as JSON ({error})") from error
+        raise _damage_error(file, f"not readable as JSON ({error})") from error
     if not isinstance(content, dict):
-        raise _damaged(file, "not a JSON object")
+        raise _damage_error(file, "not a JSON object")
     return content
 
 
-def _truncated(file: Path, size: int, expected: int) -> ModelFolderError:
+def _truncation_error(file: Path, size: int, expected: int) -> ModelFolderError:
     return ModelFolderError(
         f"model.path={file.parent}: {file.name} is truncated: {size} bytes of at least {expected}; copy it again"
     )
 
 
-def _damaged(file: Path, what: str) -> ModelFolderError:
+def _damage_error(file: Path, what: str) -> ModelFolderError:
     return ModelFolderError(f"model.path={file.parent}: {file.name} is damaged: {what}; copy it again")

@@ -173,7 +173,7 @@ def normaliser_and_target(
     logits: torch.Tensor, index: torch.Tensor, fused: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-sum-exp of each row of ``logits``, (rows, vocabulary), and its logit at ``index``; fp32, (rows, 1)."""
-    return (_compiled(_normaliser_and_target) if fused else _normaliser_and_target)(logits, index)
+    return (_compile(_normaliser_and_target) if fused else _normaliser_and_target)(logits, index)
 
 
 def gradient_(
@@ -192,7 +192,7 @@ def gradient_(
         valid: bool (rows, 1): whether the row counts.
     """
     if fused:
-        _compiled(_fused_gradient_)(logits, normaliser, index, in_shard, valid)
+        _compile(_fused_gradient_)(logits, normaliser, index, in_shard, valid)
         return logits
     grad = logits.sub_(normaliser).exp_()
     grad.scatter_add_(1, index, -in_shard.to(grad.dtype))
@@ -220,5 +220,5 @@ def _fused_gradient_(
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled(function)

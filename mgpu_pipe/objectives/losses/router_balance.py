@@ -113,7 +113,7 @@ class RouterLoss:
         if not routed:
             return total
         statistics = [_statistics(routed[number], valid) for number in sorted(routed)]
-        summed = self._summed(torch.cat([part.flatten() for part in statistics]))
+        summed = self._sum(torch.cat([part.flatten() for part in statistics]))
         for part in summed.split([part.numel() for part in statistics]):
             total = total + _balance_losses(part.view(valid.shape[0], -1)).sum()
         return total / self._num_routers
@@ -149,7 +149,7 @@ class RouterLoss:
             return labels
         return labels.chunk(self._sequence_group.size(), dim=1)[self._sequence_group.rank()]
 
-    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
         for group in self._groups:
             values = SummedOverRanks.apply(values, group)
         return values

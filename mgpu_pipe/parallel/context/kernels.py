@@ -65,9 +65,9 @@ class Partial:
     ) -> None:
         pack = blocks.packing(query.shape[0], query.shape[2], key.shape[2], query.device)
         packed_out, packed_lse, *_ = operator("_flash_attention_forward")(
-            _packed(query, pack.queries),
-            _packed(key, pack.keys),
-            _packed(value, pack.keys),
+            _pack(query, pack.queries),
+            _pack(key, pack.keys),
+            _pack(value, pack.keys),
             pack.query_starts,
             pack.key_starts,
             pack.longest_query,
@@ -77,8 +77,8 @@ class Partial:
             False,
             scale=scale,
         )
-        out = _unpacked(packed_out.float(), pack.queries, query, 0.0)
-        lse = _unpacked(packed_lse.t().unsqueeze(-1), pack.queries, query, float("-inf")).squeeze(-1)
+        out = _unpack(packed_out.float(), pack.queries, query, 0.0)
+        lse = _unpack(packed_lse.t().unsqueeze(-1), pack.queries, query, float("-inf")).squeeze(-1)
         self._merge(Block((0, query.shape[0]), (0, query.shape[2]), (0, key.shape[2])), out, lse)
 
 
@@ -133,12 +133,12 @@ class Gradients:
         # Without dropout the operator reads no random state, but wants one.
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         grad_query, grad_key, grad_value = operator("_flash_attention_backward")(
-            _packed(grad_out, pack.queries),
-            _packed(query, pack.queries),
-            _packed(key, pack.keys),
-            _packed(value, pack.keys),
-            _packed(out, pack.queries),
-            _packed(lse.unsqueeze(-1), pack.queries).squeeze(-1).t().contiguous(),
+            _pack(grad_out, pack.queries),
+            _pack(query, pack.queries),
+            _pack(key, pack.keys),
+            _pack(value, pack.keys),
+            _pack(out, pack.queries),
+            _pack(lse.unsqueeze(-1), pack.queries).squeeze(-1).t().contiguous(),
             pack.query_starts,
             pack.key_starts,
             pack.longest_query,
@@ -149,9 +149,9 @@ class Gradients:
             unused,
             scale=scale,
         )
-        self.query += _unpacked(grad_query.float(), pack.queries, query, 0.0)
-        self.key_value[0] += _unpacked(grad_key.float(), pack.keys, key, 0.0)
-        self.key_value[1] += _unpacked(grad_value.float(), pack.keys, value, 0.0)
+        self.query += _unpack(grad_query.float(), pack.queries, query, 0.0)
+        self.key_value[0] += _unpack(grad_key.float(), pack.keys, key, 0.0)
+        self.key_value[1] += _unpack(grad_value.float(), pack.keys, value, 0.0)
 
 
 def _by_flash(query: torch.Tensor) -> bool:
@@ -179,7 +179,7 @@ def _block_forward(
     if query.is_cuda:
         groups = query.shape[1] // key.shape[1]
         out, lse, _, _ = operator("_scaled_dot_product_efficient_attention")(
-            query, _repeated(key, groups), _repeated(value, groups), None, True, 0.0, causal, scale=scale
+            query, _repeat(key, groups), _repeat(value, groups), None, True, 0.0, causal, scale=scale
         )
         return out, lse[..., : query.shape[2]]
     out, lse = operator("_scaled_dot_product_flash_attention_for_cpu")(query, key, value, 0.0, causal, scale=scale)
@@ -207,8 +207,8 @@ def _block_backward(
     grad_query, grad_key, grad_value, _ = operator("_scaled_dot_product_efficient_attention_backward")(
         grad_out,
         query,
-        _repeated(key, groups),
-        _repeated(value, groups),
+        _repeat(key, groups),
+        _repeat(value, groups),
         None,
         out,
         lse,
@@ -219,18 +219,18 @@ def _block_backward(
         causal,
         scale=scale,
     )
-    return grad_query, _summed(grad_key, groups), _summed(grad_value, groups)
+    return grad_query, _sum_groups(grad_key, groups), _sum_groups(grad_value, groups)
 
 
-def _repeated(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+def _repeat(tensor: torch.Tensor, groups: int) -> torch.Tensor:
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 
 
-def _summed(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+def _sum_groups(tensor: torch.Tensor, groups: int) -> torch.Tensor:
     return tensor if groups == 1 else tensor.unflatten(1, (-1, groups)).sum(2)
 
 
-def _packed(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+def _pack(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     """(rows, heads, tokens, size) as (all tokens, heads, size), or those of ``index``."""
     flat = tensor.transpose(1, 2).flatten(0, 1)
     return flat.contiguous() if index is None else flat.index_select(0, index)
@@ -240,8 +240,8 @@ def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _unpacked(flat: torch.Tensor, index: torch.Tensor | None, like: torch.Tensor, fill: float) -> torch.Tensor:
-    """The reverse of ``_packed``, into (rows, heads, tokens, size) of ``like``; ``fill`` where ``index`` names none."""
+def _unpack(flat: torch.Tensor, index: torch.Tensor | None, like: torch.Tensor, fill: float) -> torch.Tensor:
+    """The reverse of ``_pack``, into (rows, heads, tokens, size) of ``like``; ``fill`` where ``index`` names none."""
     rows, _, tokens, _ = like.shape
     if index is not None:
         padded = flat.new_full((rows * tokens, *flat.shape[1:]), fill)

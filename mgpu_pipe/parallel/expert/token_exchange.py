@@ -158,14 +158,14 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gather_slice_gradients(_padded(gradient, ctx.rows, ctx.group), ctx.group)[: ctx.rows], None
+        return gather_slice_gradients(_pad(gradient, ctx.rows, ctx.group), ctx.group)[: ctx.rows], None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.range = slice_range(rows, group)
-        return gather_outputs(_padded(local, rows, group), group)[:rows]
+        return gather_outputs(_pad(local, rows, group), group)[:rows]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -173,7 +173,7 @@ class _Gather(torch.autograd.Function):
         return gradient[start:stop], None, None
 
 
-def _padded(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _pad(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
     missing = -(-rows // group.size()) - local.shape[0]
     return torch.cat([local, local.new_zeros(missing, *local.shape[1:])]) if missing else local
 

@@ -200,15 +200,15 @@ def _part(part: object, where: str, media: Media) -> str:
         if not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
             fix = "send data:image/png;base64,... as this server loads nothing"
             raise RequestError(f"{where}: image_url is no data; {fix}", "messages")
-        media.pictures.append(_decoded(data, f"{where}: image_url"))
+        media.pictures.append(_decode(data, f"{where}: image_url"))
         return PLACE
     if kind == "input_audio":
-        media.sounds.append(_decoded(value.get("data") if isinstance(value, dict) else None, f"{where}: input_audio"))
+        media.sounds.append(_decode(value.get("data") if isinstance(value, dict) else None, f"{where}: input_audio"))
         return AUDIO
     raise RequestError(f"{where}: a part is none of text, image_url and input_audio; correct it", "messages")
 
 
-def _decoded(data: object, where: str) -> bytes:
+def _decode(data: object, where: str) -> bytes:
     if not isinstance(data, str):
         raise RequestError(f"{where}: has no data; give the file in base64", "messages")
     try:

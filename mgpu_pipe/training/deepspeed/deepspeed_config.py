@@ -231,7 +231,7 @@ def generate(
     }
     if precision == "bf16":
         settings["bf16"] = {"enabled": True, "check_grad_overflow": False}
-    return _merged(settings, raw or {})
+    return _merge(settings, raw or {})
 
 
 def _offload(stage: int, offload: str, path: str | None, pinned: bool) -> dict[str, Any]:
@@ -247,12 +247,12 @@ def _offload(stage: int, offload: str, path: str | None, pinned: bool) -> dict[s
     return settings
 
 
-def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in over.items():
         section = merged.get(name)
         both = isinstance(section, dict) and isinstance(value, Mapping)
-        merged[name] = _merged(section, value) if both and isinstance(section, dict) else value
+        merged[name] = _merge(section, value) if both and isinstance(section, dict) else value
     return merged
 
 

@@ -316,13 +316,13 @@ class DeepSpeedStrategy(EngineStrategy):
     @torch.no_grad()
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        micro_batches = self._padded(step_batch.micro_batches)
+        micro_batches = self._pad(step_batch.micro_batches)
         gather_features(self.objective, micro_batches, len(step_batch.micro_batches), self)
         for micro_batch in micro_batches:
             total = total + self.engine(micro_batch)
         return total
 
-    def _padded(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    def _pad(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Pad all ranks to equally many micro-batches, without targets; ZeRO-3 and gathering losses need it."""
         together = self.stage == 3 or isinstance(self.objective, FeatureGatherer) or self.objective.gathers
         if not together or self.dims.data_parallel_size == 1:

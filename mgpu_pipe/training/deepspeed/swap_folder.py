@@ -21,7 +21,7 @@ GUARD, IN_USE = ".mgpu-zero-{user}.lock", "in-use"
 def claim(root: Path, token: str) -> Path:
     """The folder ``token`` under ``root`` for all the run's processes of the node; deletes those of dead processes."""
     folder = root / f"{PREFIX}{token}"
-    with _opened(root / GUARD.format(user=os.getuid())) as guard:
+    with _open(root / GUARD.format(user=os.getuid())) as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         _make_private(folder)
         descriptor = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -34,7 +34,7 @@ def claim(root: Path, token: str) -> Path:
 
 
 @contextmanager
-def _opened(guard: Path) -> Iterator[int]:
+def _open(guard: Path) -> Iterator[int]:
     """The user's guard, open; the disk may be shared, so its name may be another's link to a file of the user."""
     try:
         descriptor = os.open(guard, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)

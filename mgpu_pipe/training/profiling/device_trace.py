@@ -137,8 +137,8 @@ def device_timeline(
         return begin, begin + event["dur"] * MICROSECOND
 
     device = sorted((event for event in events if event.get("cat") in ON_DEVICE), key=lambda event: event["ts"])
-    computing = _merged(times(event) for event in device if NCCL not in event["name"].lower())
-    updates = _merged(
+    computing = _merge(times(event) for event in device if NCCL not in event["name"].lower())
+    updates = _merge(
         times(event)
         for event in events
         if event.get("cat") == "gpu_user_annotation" and event["name"] == marks.optimizer
@@ -196,7 +196,7 @@ def _ranks(text_of_ranks: object) -> list[int]:
     return [int(part) for part in text.split(",") if part.strip().isdecimal()]
 
 
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+def _merge(intervals: Iterable[Interval]) -> list[Interval]:
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:

@@ -89,11 +89,11 @@ def measure_hardware(device: torch.device) -> Measurements:
         reductions=list(_reductions(device)),
         steps=steps,
         block=_block(dict(zip(SHAPES, DECODERS[kind][-1], strict=True)), device),
-        device=_described(device),
+        device=_describe(device),
     )
 
 
-def _described(device: torch.device) -> dict[str, Any]:
+def _describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         share = host_memory() // dist.get_world_size()
         return {"type": "cpu", "name": cpu_name(), "memory": share, "multiprocessors": 1, "host_memory": host_memory()}
@@ -293,16 +293,16 @@ def _measure(first: int, second: int, device: torch.device) -> tuple[float, floa
             dist.recv(there, other)
             dist.send(back, other)
 
-    _timed(lambda: exchange(large, large), device)  # connects
-    trip = min(_timed(lambda: exchange(small, small), device) for _ in range(TRIPS))
+    _time(lambda: exchange(large, large), device)  # connects
+    trip = min(_time(lambda: exchange(small, small), device) for _ in range(TRIPS))
     slower = max(
-        min(_timed(lambda: exchange(there, back), device) for _ in range(TRANSFERS))  # noqa: B023
+        min(_time(lambda: exchange(there, back), device) for _ in range(TRANSFERS))  # noqa: B023
         for there, back in ((large, small), (small, large))
     )
     return trip, large.nbytes / slower
 
 
-def _timed(exchange: Callable[[], None], device: torch.device) -> float:
+def _time(exchange: Callable[[], None], device: torch.device) -> float:
     began = time.perf_counter()
     exchange()
     if device.type == "cuda":
