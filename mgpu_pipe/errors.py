@@ -22,8 +22,8 @@ EXIT_STOPPED = 75
 
 
 def one_line(text: object) -> str:
-    """``text`` on one line, :func:`concealed`, and without control characters, which a terminal would follow."""
-    line = _abridge(" ".join(part.strip() for part in concealed(str(text)).splitlines()))
+    """``text`` on one line, without secrets (:func:`conceal`) or control characters, which a terminal would follow."""
+    line = _abridge(" ".join(part.strip() for part in conceal(str(text)).splitlines()))
     return printable(line, keep="")
 
 
@@ -73,12 +73,12 @@ SHORTEST_HIDDEN = 4
 
 
 def hide(value: str, replacement: str) -> None:
-    """Register a secret: :func:`concealed` replaces ``value`` by ``replacement`` from now on."""
+    """Register a secret: :func:`conceal` replaces ``value`` by ``replacement`` from now on."""
     if len(value) >= SHORTEST_HIDDEN:
         _hidden[value] = replacement
 
 
-def concealed(text: str) -> str:
+def conceal(text: str) -> str:
     """``text`` with every value from the environment replaced by its interpolation."""
     for value in sorted(_hidden, key=len, reverse=True):
         text = text.replace(value, _hidden[value])
@@ -192,7 +192,7 @@ def print_error(error: MgpuError) -> None:
 
 def print_traceback() -> None:
     """Print the stack of the error that is being handled on stderr: a defect of this program."""
-    print_text(concealed(traceback.format_exc()), end="", file=sys.stderr)
+    print_text(conceal(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def raised_by(check: Callable[[], object]) -> list[BadInputError]:

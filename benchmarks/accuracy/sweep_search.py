@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.support import finish
-from mgpu_pipe.sweep.search import Kind, Tried, promoted, rungs_of, suggest
+from mgpu_pipe.sweep.search import Kind, Tried, promoted_trials, rungs_of, suggest
 from mgpu_pipe.sweep.space import parameter
 from scripts.sweep_curves import DECAYS, KEYS, RATES, STEPS, TABLE, WARM_UPS, grid
 
@@ -85,7 +85,7 @@ def asha(seed: int) -> tuple[float, float]:
     reached: dict[int, dict[int, float]] = {}
     spent = 0
     while True:
-        going = promoted(reached, rungs, minimize=True, rule="asha")
+        going = promoted_trials(reached, rungs, minimize=True, rule="asha")
         if not going and not fresh:
             break
         if going:

@@ -37,7 +37,7 @@ from benchmarks.open_clip import OPEN_CLIP, download_open_clip, load_file
 from benchmarks.processes import run_group
 from benchmarks.support import KEEPING, finish
 from benchmarks.traffic.collectives import Counted, _Mode
-from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged_bytes
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
 from mgpu_pipe.objectives.sample_group import ProcessSamples
 from mgpu_pipe.parallel.device_memory import AllocationWatch
@@ -184,7 +184,7 @@ def closed_form(processes: int, samples: int, width: int, siglip: bool = False) 
     gradients the whole way."""
     if siglip:
         return (2 * processes - 1) * 4 * samples * (width + 1) / processes
-    return 4 * exchanged(4 * samples * width, processes) + all_reduced(8 * processes, processes)
+    return 4 * exchanged_bytes(4 * samples * width, processes) + all_reduced(8 * processes, processes)
 
 
 def main(samples: int, width: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_pipe.architectures.formulas.flops import Shape
-from mgpu_pipe.architectures.formulas.kept_memory import FP32, all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import FP32, all_reduced, exchanged_bytes
 from mgpu_pipe.architectures.formulas.parameters import (
     embedding_parameters,
     final_norm_parameters,
@@ -42,7 +42,7 @@ def state_traffic(
     """
     reductions = 1 if stage == 1 else micro_batches
     gathers = 2 * micro_batches if stage == 3 else 1
-    sharded = exchanged((FP32 * reductions + weight * gathers) * parameters, shards)
+    sharded = exchanged_bytes((FP32 * reductions + weight * gathers) * parameters, shards)
     return sharded + all_reduced(FP32 * parameters / shards, replicas)
 
 
@@ -109,7 +109,7 @@ def axes_traffic(
 
     def exchange(name: str, calls: int, size: float, ranks: int) -> None:
         if calls:
-            sent[name] = calls, exchanged(size, ranks)
+            sent[name] = calls, exchanged_bytes(size, ranks)
 
     if dims.tp > 1 and sequence_parallel:
         gathers, scatters = (batches * (each * layers + first + last) for each in (6, 4))
@@ -148,8 +148,8 @@ def _unit_traffic(
     units = layers + first + last
     gathered, reduced = ((count * layer + ends) * FP32 * times for count in (layers + again, layers))
     return {
-        "weights gathered": (times * (units + again), exchanged(gathered, shards)),
-        "gradients reduce-scattered": (times * units, exchanged(reduced, shards)),
+        "weights gathered": (times * (units + again), exchanged_bytes(gathered, shards)),
+        "gradients reduce-scattered": (times * units, exchanged_bytes(reduced, shards)),
         "used gradients": (1, all_reduced(FP64 * (LAYER_TENSORS * layers + first + 2 * last), shards)),
     }
 
@@ -168,5 +168,5 @@ def _context_traffic(shape: Shape, dims: ParallelDims, passes: int, tokens: int,
         hops, message = passes * (dims.cp - 1), 2 * shape.key_value_heads * head_bytes
         passed = {"keys and values passed": 2 * hops, "their gradients passed": hops}
         return {name: (calls, calls * message) for name, calls in passed.items()}
-    sent = exchanged(passes * head_bytes * (2 * shape.heads + 2 * shape.key_value_heads), dims.cp)
+    sent = exchanged_bytes(passes * head_bytes * (2 * shape.heads + 2 * shape.key_value_heads), dims.cp)
     return {name: (2 * passes, sent) for name in ("sequence to heads", "heads to sequence") if passes}

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged_bytes
 from mgpu_pipe.training.tracing.phase_memory import group_size
 
 STEP = 2
@@ -50,7 +50,7 @@ class _Mode(TorchDispatchMode):
         messages = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
         size = group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
         largest = max((tensor for message in messages for tensor in message), key=lambda tensor: tensor.nbytes)
-        share = exchanged(max(sum(tensor.nbytes for tensor in message) for message in messages), size)
+        share = exchanged_bytes(max(sum(tensor.nbytes for tensor in message) for message in messages), size)
         name = NAMES.get(operation, operation)
         if operation == "allreduce_":
             name, share = _all_reduced(largest), all_reduced(largest.nbytes, size)

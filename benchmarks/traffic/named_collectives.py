@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.traffic.closed_forms import BACKWARD, FORWARD
 from benchmarks.traffic.collectives import CollectiveCounter, _Mode
-from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged_bytes
 from mgpu_pipe.training.tracing.phase_memory import group_size
 
 FUNCTIONS = {
@@ -66,7 +66,7 @@ class _NamedMode(_Mode):
         if operation == "allreduce_":
             share = all_reduced(largest, size)
         elif operation in HALVES:
-            share = exchanged(largest, size)
+            share = exchanged_bytes(largest, size)
         elif operation == "send":
             share = largest
         else:

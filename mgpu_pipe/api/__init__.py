@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.api.run import PathLike, Run, as_exceptions
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigErrors, WorkerError, concealed, printable
+from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigErrors, WorkerError, conceal, printable
 from mgpu_pipe.system.local_files import expand_home
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Plan:
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows) + 2
         notes = [f"note: {notice.key}: {notice.text}" for notice in self.notices]
-        return printable(concealed("\n".join([*notes, *(f"{name:<{width}}{value}" for name, value in self.rows)])))
+        return printable(conceal("\n".join([*notes, *(f"{name:<{width}}{value}" for name, value in self.rows)])))
 
 
 def check(overrides: Sequence[str] = ()) -> Plan:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import BadInputError, ConfigErrors, MgpuError, concealed
+from mgpu_pipe.errors import BadInputError, ConfigErrors, MgpuError, conceal
 from mgpu_pipe.system.local_files import is_folder
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ def as_exceptions() -> Iterator[None]:
         yield
     except ConfigErrors as several:
         for error in several.errors:
-            error.args = (concealed(str(error)),)
+            error.args = (conceal(str(error)),)
         if len(several.errors) == 1:
             raise several.errors[0] from None
         raise ConfigErrors(several.errors) from None
     except MgpuError as error:
-        error.args = (concealed(str(error)),)
+        error.args = (conceal(str(error)),)
         raise
 
 
@@ -110,7 +110,7 @@ class Run:
         from mgpu_pipe.checkpoint import layout
         from mgpu_pipe.checkpoint.inventory import inspect_step
 
-        steps = layout.committed(RunPaths(self.folder).checkpoints)
+        steps = layout.committed_steps(RunPaths(self.folder).checkpoints)
         return [inspect_step(step, folder, "size") for step, folder in steps.items()]
 
     def model(self, step: int | None = None, device: str = "auto") -> PreTrainedModel:

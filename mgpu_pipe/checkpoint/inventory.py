@@ -42,7 +42,7 @@ def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
         step = name[0] if name is not None else read_manifest(folder).step
         return folder.parent, {step: folder}
     root = folder / "checkpoints" if is_folder(folder / "checkpoints") else folder
-    steps = layout.committed(root)
+    steps = layout.committed_steps(root)
     if not steps:
         raise CheckpointError(f"{source}: holds no checkpoint; give a run's folder or one of its checkpoints/step-*")
     return root, steps
@@ -50,7 +50,7 @@ def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
 
 def leftovers(root: Path) -> list[Path]:
     """Folders of killed processes or of a save in progress; the next save removes them."""
-    committed = set(layout.committed(root).values())
+    committed = set(layout.committed_steps(root).values())
     return [path for _, _, path in layout.folders(root) if path not in committed]
 
 

@@ -87,7 +87,7 @@ def folders(root: Path) -> list[tuple[int, str, Path]]:
     return sorted((name[0], name[1], path) for name, path in named if name is not None)
 
 
-def committed(root: Path) -> dict[int, Path]:
+def committed_steps(root: Path) -> dict[int, Path]:
     """The folder of every committed step, in ascending order of steps, without a look at its content."""
     steps: dict[int, Path] = {}
     for step, suffix, path in folders(root):
@@ -141,6 +141,6 @@ def delete(root: Path, step: int) -> None:
     for folder in (doomed, replaced) if final.exists() else (doomed,):
         if folder.exists():
             files.remove_folder(folder)
-    files.rename(committed(root)[step], doomed)
+    files.rename(committed_steps(root)[step], doomed)
     files.sync_folder(root)
     files.remove_folder(doomed)

@@ -30,7 +30,7 @@ def mark_ruined(root: Path, steps: Iterable[int]) -> None:
     marked = _read_marked(root)
     for step in steps:
         with suppress(CheckpointError):  # an unreadable step is never used
-            marked[step] = read_manifest(layout.committed(root)[step]).root
+            marked[step] = read_manifest(layout.committed_steps(root)[step]).root
     replace_file(root / RUINED, canonical({str(step): digest for step, digest in marked.items()}), flush=True)
 
 
@@ -40,7 +40,7 @@ def _read_marked(root: Path) -> dict[int, str]:
     if not path.exists():
         return {}
     roots: dict[int, str] = {}
-    committed = layout.committed(root)
+    committed = layout.committed_steps(root)
     with suppress(CheckpointError, ValueError):  # a damaged file marks no step
         for name, digest in as_object(parse(files.read_file(path, MAX_BYTES), str(path)), str(path)).items():
             step = int(name)
@@ -75,7 +75,7 @@ def inspect(folder: Path, verify: Verify, step: int | None = None) -> Step:
 
 def list_steps(root: Path, verify: Verify = "size") -> list[Step]:
     """Every committed step under a ``checkpoints`` folder, in ascending order; none if there is no such folder."""
-    return [inspect(path, verify, step) for step, path in layout.committed(root).items()]
+    return [inspect(path, verify, step) for step, path in layout.committed_steps(root).items()]
 
 
 def newest_valid(
@@ -96,7 +96,7 @@ def newest_valid(
         CheckpointError: a step is damaged, with ``on_corruption="stop"``; or another version wrote a step.
     """
     ruined, last_resort = ruined_steps(root), None
-    for step, path in reversed(layout.committed(root).items()):
+    for step, path in reversed(layout.committed_steps(root).items()):
         if before is not None and step >= before:
             continue
         info = inspect(path, verify, step)
@@ -142,7 +142,7 @@ def resolve_source(
         return path
     layout.refuse_links(path)
     root = path / "checkpoints" if is_folder(path / "checkpoints") else path
-    steps = layout.committed(root)
+    steps = layout.committed_steps(root)
     if not steps:
         raise CheckpointError(f"{key}={source}: holds no checkpoint; give another run's folder or a step-* folder")
     newest = newest_valid(root, on_corruption, verify)
@@ -169,7 +169,7 @@ def steps_to_keep(
     """
     last = steps if keep_last == 0 else steps[-max(1, keep_last) :]
     reasons = dict.fromkeys(last, "last")
-    for step in followed(steps, followed_before)[-1:]:
+    for step in followed_steps(steps, followed_before)[-1:]:
         reasons.setdefault(step, "followed")
     if keep_every:
         reasons.update(
@@ -179,7 +179,7 @@ def steps_to_keep(
     return reasons
 
 
-def followed(steps: Sequence[int], before: int | None = None) -> Sequence[int]:
+def followed_steps(steps: Sequence[int], before: int | None = None) -> Sequence[int]:
     """Those of ``steps`` (ascending) that a finite step followed: all below ``before``; None means all but the last."""
     return steps[:-1] if before is None else [step for step in steps if step < before]
 

@@ -12,7 +12,7 @@ from mgpu_pipe.architectures.config_source import auto_mapping
 from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model_axes import across_nodes
-from mgpu_pipe.checks.start import joined
+from mgpu_pipe.checks.start import is_joined
 from mgpu_pipe.config.data_sources import find_source, unread_keys
 from mgpu_pipe.config.group_keys import PeftConfig, SchedulerConfig, StrategyConfig
 from mgpu_pipe.config.hub import local_folder
@@ -189,7 +189,7 @@ def notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("checkpoint", "this run saves a checkpoint only when a signal stops it"))
         if config.objective.prompts()[0] and config.trainer.sample_every_n_steps is None:
             notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
-    if joined() and config.launch.max_restarts:
+    if is_joined() and config.launch.max_restarts:
         text = "does nothing here: whoever started this world restarts it"
         notices.append(Notice("launch.max_restarts", text))
     if config.trainer.num_nodes > 1 and config.strategy.engine == "mesh":

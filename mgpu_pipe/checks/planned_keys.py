@@ -9,7 +9,7 @@ from dataclasses import replace
 from mgpu_pipe.checks.check_sizes import size_errors
 from mgpu_pipe.checks.notices import Notice
 from mgpu_pipe.checks.plan_layouts import plan_layouts
-from mgpu_pipe.checks.start import joined
+from mgpu_pipe.checks.start import is_joined
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import MICRO_BATCH, SAVES, devices_per_node, world_size
 from mgpu_pipe.config.schema import DataConfig, RunConfig, TrainerConfig
@@ -70,7 +70,7 @@ def with_predicted_micro_batch(
     if resumed is not None and resumed.data.micro_batch_size in sizes:
         same = with_micro_batch(config, int(resumed.data.micro_batch_size))
         return same, Notice(MICRO_BATCH, f"max stays {resumed.data.micro_batch_size}, which the run began with"), False
-    if config.launch.type != "local" or config.trainer.num_nodes > 1 or joined():
+    if config.launch.type != "local" or config.trainer.num_nodes > 1 or is_joined():
         fix = "give a number, such as what max finds on one node"
         reason = "it is measured by a command that starts all processes of a run itself"
         raise ConfigError(MICRO_BATCH, MAX, fix, reason)

@@ -21,7 +21,7 @@ from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.checks.model_axes import refused_axes_errors
 from mgpu_pipe.checks.notices import Notice, notices
 from mgpu_pipe.checks.parameter_names import name_errors
-from mgpu_pipe.checks.start import cache_errors, check_start, joined, run_folder_errors
+from mgpu_pipe.checks.start import cache_errors, check_start, is_joined, run_folder_errors
 from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
@@ -69,7 +69,7 @@ def checks(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = False
         Check(
             _return_errors(lambda: _check_data(config.model, config.data, config.objective)), ("data",), composed=False
         ),
-        Check(lambda: relation_errors(config, joined(), elsewhere)),
+        Check(lambda: relation_errors(config, is_joined(), elsewhere)),
         Check(lambda: sample_errors(config.data, config.objective), ("model",)),
         Check(lambda: numerics_errors(config)),
         Check(lambda: peft_errors(config), ("peft", "objective", "strategy")),

@@ -22,7 +22,7 @@ def base_run_errors(config: RunConfig) -> list[ConfigError]:
     if gives_weights and (config.checkpoint.init_from is not None or config.model.path is not None):
         taken = "checkpoint.init_from" if config.checkpoint.init_from is not None else "model.path"
         return [ConfigError("run.starts_from", name, f"leave it or {taken} out", f"{taken} brings weights too")]
-    if config.launch.type != "local" or joined():
+    if config.launch.type != "local" or is_joined():
         fix = "run that experiment first, and give its folder by checkpoint.init_from"
         return [ConfigError("run.starts_from", name, fix, "one command trains both on this machine alone")]
     return []
@@ -46,7 +46,7 @@ def _is_model_folder(folder: Path) -> bool:
 
 def run_folder_errors(run: RunOptions, checkpoint: CheckpointConfig, alone: Sequence[str]) -> list[BadInputError]:
     """Errors of a run folder that cannot be made or belongs to another run; rank 0 of a joined world checks later."""
-    if joined():
+    if is_joined():
         return []
     key, path_text = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
     if not path_text.strip():
@@ -94,6 +94,6 @@ def _writing_problem(folder: Path) -> str:
     return creation_problem(existing) if existing != folder else ""
 
 
-def joined() -> bool:
+def is_joined() -> bool:
     """Whether torchrun or srun started this process as one rank of a world."""
     return joined_processes() is not None

@@ -45,11 +45,11 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def merged(before: Any, after: Any) -> Any:
+def merge(before: Any, after: Any) -> Any:
     """``after`` over ``before``; mappings are merged at every depth."""
     if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         return after
-    return {**before, **{key: merged(before.get(key), value) for key, value in after.items()}}
+    return {**before, **{key: merge(before.get(key), value) for key, value in after.items()}}
 
 
 def setting(value: object) -> str:

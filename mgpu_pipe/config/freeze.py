@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.hydra.interpolation import escaped, plain_values, unescaped
+from mgpu_pipe.config.hydra.interpolation import escape, plain_values, unescape
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.plugins import with_first_classes
 from mgpu_pipe.config.schema import DataConfig, RunConfig
@@ -35,7 +35,7 @@ HASH_LENGTH = 16
 
 def freeze(config: RunConfig, path: Path, *, flush: bool = True) -> None:
     """Write ``config`` as YAML, atomically, on disk with ``flush``; texts of the environment as ``${oc.env:...}``."""
-    sections = escaped(to_plain(config, leaf=lambda value: value))
+    sections = escape(to_plain(config, leaf=lambda value: value))
     text = "".join(_written(name, repr(value), value) for name, value in sections.items())
     replace_file(path, HEADER + text, flush=flush)
 
@@ -132,7 +132,7 @@ def _literal(value: Any) -> Any:
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_literal(item) for item in value]
-    return unescaped(value) if isinstance(value, str) else value
+    return unescape(value) if isinstance(value, str) else value
 
 
 def config_hash(config: RunConfig) -> str:

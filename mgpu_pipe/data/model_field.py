@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mgpu_pipe.architectures.config_source import NO_DEFAULT, config_class
 from mgpu_pipe.architectures.find import document_isolation, family_of, sight_of
-from mgpu_pipe.config.convert import merged
+from mgpu_pipe.config.convert import merge
 from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.objective import description
@@ -24,7 +24,7 @@ PADDING = "pad_token_id"
 def model_field(model: ModelConfig, name: str) -> Any:
     """Field of the model's configuration, as configured or in its folder; None where neither has it."""
     file = local_folder(model.path) / "config.json" if model.path else None
-    settings = merged(json_file(file) if file is not None and file.is_file() else {}, model.config)
+    settings = merge(json_file(file) if file is not None and file.is_file() else {}, model.config)
     nested = settings.get("text_config")
     inside = nested.get(name) if isinstance(nested, Mapping) else None
     text = model.config.get("text_config")

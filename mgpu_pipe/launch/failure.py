@@ -22,7 +22,7 @@ from mgpu_pipe.errors import (
     MgpuError,
     NonFiniteError,
     WorkerError,
-    concealed,
+    conceal,
     one_line,
 )
 from mgpu_pipe.launch.workers import ERROR_FD, Exit, log_header
@@ -101,7 +101,7 @@ def error_record(error: BaseException, rank: int) -> dict[str, object]:
     """Record of an error for the launcher, with texts cut to the size of a pipe."""
     record: dict[str, object] = {
         "type": type(error).__name__,
-        "message": concealed(str(error) or type(error).__name__)[:MAX_MESSAGE],
+        "message": conceal(str(error) or type(error).__name__)[:MAX_MESSAGE],
         "exit_code": EXIT_FAILURE,
         "rank": rank,
         "time": time.time(),
@@ -109,8 +109,8 @@ def error_record(error: BaseException, rank: int) -> dict[str, object]:
         "follows": False,
     }
     if isinstance(error, MgpuError):
-        return {**record, **json.loads(error.to_json()), "message": concealed(str(error))}
-    trace = concealed("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        return {**record, **json.loads(error.to_json()), "message": conceal(str(error))}
+    trace = conceal("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     return {**record, "traceback": trace[-MAX_TRACEBACK:], "follows": follows_a_peers_end(error)}
 
 

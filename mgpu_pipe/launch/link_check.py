@@ -137,15 +137,15 @@ def _gather(
 def _measured_link(
     stack: ExitStack, channel: Channel, claim: Claim, data: socket.socket | None, key: bytes
 ) -> tuple[float, float]:
-    """:func:`measured` over a connection to ``data`` if the ranks use a configured interface."""
+    """:func:`measure_link` over a connection to ``data`` if the ranks use a configured interface."""
     channel.send(data and list(data.getsockname()[:2]))
     if data is None:
-        return measured(channel.connection)
+        return measure_link(channel.connection)
     wanted = Claim(claim.step, claim.node, claim.place, TRANSFERS)
     links = _gather(stack, data, key, {wanted}, time.monotonic() + ANSWER_S)
     if wanted not in links:
         raise TimeoutError("it does not connect to the interface's address in time")
-    return measured(links[wanted].connection)
+    return measure_link(links[wanted].connection)
 
 
 def _with_blame(faults: dict[str, str], nodes: list[str]) -> dict[str, str]:
@@ -195,7 +195,7 @@ def _connect_and_measure(
     return False
 
 
-def measured(link: socket.socket) -> tuple[float, float]:
+def measure_link(link: socket.socket) -> tuple[float, float]:
     """Seconds of a round trip, and bytes/s in the slower direction, with :func:`answer`; OSError without a peer."""
     link.settimeout(ANSWER_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -211,7 +211,7 @@ def measured(link: socket.socket) -> tuple[float, float]:
 
 
 def answer(link: socket.socket) -> None:
-    """Receive and send as :func:`measured` requests."""
+    """Receive and send as :func:`measure_link` requests."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while True:
         there, back = HEADER.unpack(_take(link, HEADER.size))

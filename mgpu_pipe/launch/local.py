@@ -66,6 +66,7 @@ def launch(config: RunConfig, command_line: CommandLine) -> LaunchResult:
 def _launch_here(
     config: RunConfig, folder: RunFolder, inbox: SignalInbox, command_line: CommandLine, started: float
 ) -> LaunchResult:
+    """Lock the folder, begin the run in it, train on this machine, and write the end."""
     paths = folder.paths
     try:
         with RunLock(paths.lock) as lock:
@@ -75,7 +76,7 @@ def _launch_here(
             folder = run
             try:
                 with live_descriptor() as live:
-                    outcome = _run(config, paths, lock, inbox, command_line, live)
+                    outcome = _train_here(config, paths, lock, inbox, command_line, live)
             except BadInputError:
                 folder.discard()
                 raise
@@ -91,7 +92,7 @@ def _launch_here(
         return LaunchResult("stopped", EXIT_STOPPED, paths.root)
 
 
-def _run(
+def _train_here(
     config: RunConfig, paths: RunPaths, lock: RunLock, inbox: SignalInbox, command_line: CommandLine, live: int
 ) -> Outcome:
     """Start the workers (of a sweep: fork them), which import while the data is prepared, and supervise them."""
@@ -103,21 +104,21 @@ def _run(
     server = fork_server.serving({**os.environ, **environment})
     plan = worker_plan(paths, world, environment, live, lock, server)
 
-    def environment_of(attempt: int) -> Mapping[str, str]:
-        """Variables of a restarted attempt."""
+    def restart_variables(attempt: int) -> Mapping[str, str]:
+        """Keep the configuration of a restarted attempt; returns its workers' variables."""
         record.keep_attempt_config(paths, attempt)
         return _resume_variables(resume_step(config.checkpoint, paths))
 
-    def group_of() -> WorkerGroup:
+    def start_workers() -> WorkerGroup:
         with run_folder.writing_to(paths.root):
             return WorkerGroup(plan.with_environment(_resume_variables(step)), first)
 
-    group = None if server else group_of()
+    group = None if server else start_workers()
     try:
         prepare_attempt(config, paths, command_line, AttemptStart(first, world, step, environment, launched))
         if server:
             server.wait()
-        group = group or group_of()
+        group = group or start_workers()
         lock.training()
         return supervise(
             plan,
@@ -126,7 +127,7 @@ def _run(
             max_restarts=options.max_restarts,
             first_attempt=first,
             started=group,
-            attempt_environment=environment_of,
+            attempt_environment=restart_variables,
             lost=lock.lost,
             on_stop=partial(finish.announce_stop, lock),
         )

@@ -19,7 +19,7 @@ from mgpu_pipe.config.schema import CheckpointConfig, LaunchConfig, ModelConfig,
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, one_line, print_line
 from mgpu_pipe.models.weights.folder import read_config_json
-from mgpu_pipe.runs.latest import STARTS_FROM, recorded
+from mgpu_pipe.runs.latest import STARTS_FROM, read_record
 from mgpu_pipe.system.local_files import exists, expand_home
 from mgpu_pipe.training.run_clock import run_length
 
@@ -41,7 +41,7 @@ def resume_step(checkpoint: CheckpointConfig, paths: RunPaths) -> Path | None:
     newest = newest_valid(paths.checkpoints, checkpoint.on_corruption, checkpoint.verify)
     if newest is not None:
         return newest.path
-    damaged = list(layout.committed(paths.checkpoints))
+    damaged = list(layout.committed_steps(paths.checkpoints))
     if damaged:
         # Starting afresh would cut the metrics and overwrite steps that a failing disk may still hold.
         raise CheckpointError(
@@ -50,7 +50,7 @@ def resume_step(checkpoint: CheckpointConfig, paths: RunPaths) -> Path | None:
         )
     source = checkpoint.resume
     if source == "auto":
-        source = str(recorded(paths.root).get(STARTS_FROM, "none"))
+        source = str(read_record(paths.root).get(STARTS_FROM, "none"))
     if source in ("none", "auto"):
         return None
     return resolve_source(source, checkpoint.on_corruption, checkpoint.verify).absolute()

@@ -38,7 +38,7 @@ def begin_run(
         restart: whether torchrun restarted this world.
     """
     folder = run_folder.settle(folder, config.checkpoint, command_line.alone, restart=restart)
-    if run_folder.completed(folder, config.trainer):
+    if run_folder.is_completed(folder, config.trainer):
         finish.print_complete(folder.paths)
         return None
     folder = record.begin(folder, config, command_line.overrides, command_line.command, launch_id)

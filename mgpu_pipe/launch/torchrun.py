@@ -14,7 +14,7 @@ REPLACED_KEYS = ("launch", "launch.type")
 PORT = 29500
 
 
-def settled(config: RunConfig) -> RunConfig:
+def fit_to_nodes(config: RunConfig) -> RunConfig:
     """``config`` with ``trainer.devices`` as a number; ConfigError for ``auto``, since the nodes are unknown here."""
     if config.trainer.devices != "auto":
         return config

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.resolve import unplanned_keys
-from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed, one_line, print_line, print_text
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, conceal, one_line, print_line, print_text
 from mgpu_pipe.import_path import allow_own_classes
 from mgpu_pipe.launch import signals as stop
 from mgpu_pipe.launch.failure import write_error
@@ -105,7 +105,7 @@ def leave_error(paths: RunPaths, error: BaseException, rank: int, code: int | No
             print_line(f"error: rank {rank}: {one_line(error)}", file=sys.stderr)
         else:
             trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            print_text(concealed(trace), end="", file=sys.stderr)
+            print_text(conceal(trace), end="", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(getattr(error, "exit_code", 1) if code is None else code)

@@ -41,7 +41,7 @@ def training_flops_per_token(
         # twice what a causal model sees of the same document
         seen = fmean(2 * min(context, 2 * window + 1 if window else context) for window in _windows(fields))
     else:
-        seen = fmean(flops.windowed(context, window) for window in _windows(fields))
+        seen = fmean(flops.windowed_context(context, window) for window in _windows(fields))
     return flops.training_flops_per_token(active, Shape.from_fields(fields), seen, active - trained)
 
 

@@ -16,7 +16,7 @@ from mgpu_pipe.architectures.config_source import (
 )
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.pictures import picture_places
-from mgpu_pipe.config.convert import merged
+from mgpu_pipe.config.convert import merge
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.hydra.interpolation import EnvironmentText
 from mgpu_pipe.config.objective import descriptions
@@ -200,7 +200,7 @@ def given_fields(model: ModelConfig) -> dict[str, Any]:
         for fields in (folder, model.config)
     )
     both_ways = {CAUSAL: False} if model.bidirectional else {}
-    merged_fields = {n: value if n in LABELS else merged(before.get(n), value) for n, value in after.items()}
+    merged_fields = {n: value if n in LABELS else merge(before.get(n), value) for n, value in after.items()}
     return {**before, **merged_fields, **both_ways}
 
 

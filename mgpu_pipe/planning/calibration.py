@@ -67,7 +67,7 @@ class Measurements:
         return max(rates, default=0.0)
 
 
-def uncalibrated(measured: Measurements) -> dict[str, Any]:
+def uncalibrated_profile(measured: Measurements) -> dict[str, Any]:
     """Figures of the profile; constants are the priors."""
     on_cpu = measured.device["type"] == "cpu"
     tflops = _round(measured.peak / TERA)
@@ -93,7 +93,7 @@ ASSUMED_LINK = 2 * GIGA
 
 def fitted(measured: Measurements) -> Constants:
     """Constants that predict the measured seconds, around their priors."""
-    hardware = HardwareProfile(name="", **uncalibrated(measured)).hardware
+    hardware = HardwareProfile(name="", **uncalibrated_profile(measured)).hardware
     products = np.array([row[:3] for row in measured.products], dtype=np.float64).T
     reductions = np.array([row[:2] for row in measured.reductions], dtype=np.float64).reshape(-1, 2).T
     steps = Work(**{name: np.array([row[0][name] for row in measured.steps]) for name in measured.steps[0][0]})
@@ -119,7 +119,7 @@ def _assume(measured: Measurements) -> dict[str, float]:
 
 def profile_text(measured: Measurements) -> str:
     """The profile as YAML; each line says whether it is calibrated or assumed."""
-    figures, constants = uncalibrated(measured), fitted(measured)
+    figures, constants = uncalibrated_profile(measured), fitted(measured)
     assumed = {"network", *(() if measured.link else ("link_gb_s",))}
     texts = ("description", "source", "accelerator")
     lines = []

@@ -127,13 +127,13 @@ class Fit:
 def predict_fit(config: RunConfig, elsewhere: bool) -> Fit | None:
     """The prediction for a run; None if its memory or its machine is not known. See :func:`memory_errors`."""
     machine = machine_of(config.trainer, config.launch, config.plan, elsewhere)
-    plan = predicted(config) if machine is not None else None
+    plan = predict_memory(config) if machine is not None else None
     if machine is None or plan is None:
         return None
     return Fit(plan, _share(config.trainer, config.strategy, machine), machine)
 
 
-def predicted(config: RunConfig) -> MemoryPlan | None:
+def predict_memory(config: RunConfig) -> MemoryPlan | None:
     """Memory of the worst rank; None if it is not known, or another check refuses the model."""
     if (config.model.type is None) == (config.model.path is None):
         return None

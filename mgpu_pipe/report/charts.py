@@ -166,11 +166,11 @@ def _curve_values(curve: Curve, most: int) -> dict[str, Any]:
         "keys": curve.keys,
         "run": curve.run,
         "x": [step for step, _ in points],
-        "y": [rounded(value) for _, value in points],
+        "y": [round_figures(value) for _, value in points],
     }
 
 
-def rounded(value: float) -> float:
+def round_figures(value: float) -> float:
     """``value`` with :data:`DIGITS` digits; tiny values become 0, because ticks cannot resolve them."""
     return 0.0 if abs(value) < 1 / LARGEST else float(f"{value:.{DIGITS}g}")
 
@@ -266,7 +266,7 @@ def x_axes(views: list[RunView]) -> dict[str, Any]:
     if any(run_clock[0] and len(run_clock) < 3 for run_clock in clocks):
         return {"axes": names[:1], "clocks": [run_clock[:1] for run_clock in clocks]}
     for run_clock in clocks:
-        run_clock[2:] = [[rounded(second / size) for second in run_clock[2]]] if run_clock[0] else []
+        run_clock[2:] = [[round_figures(second / size) for second in run_clock[2]]] if run_clock[0] else []
     return {"axes": names, "clocks": clocks}
 
 

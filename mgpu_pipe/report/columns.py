@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, StageContent, StagesPerRank, stages_by_rank
-from mgpu_pipe.errors import concealed, print_line, print_text, printable
+from mgpu_pipe.errors import conceal, print_line, print_text, printable
 from mgpu_pipe.parallel.pipeline.work_order import Timed, bubble_of, most_in_flight, streams, timeline
 
 MISSING = "\u2013"
@@ -41,7 +41,7 @@ def figure(number: float, digits: int = 4) -> str:
     return text if number == 0 or "." not in text else text.rstrip("0").rstrip(".") or "0"
 
 
-def fixed(number: float, decimals: int) -> str:
+def fix_decimals(number: float, decimals: int) -> str:
     """A number with exactly ``decimals`` decimals, for columns to compare; a dash for NaN."""
     return f"{number:,.{decimals}f}" if math.isfinite(number) else figure(number)
 
@@ -50,7 +50,7 @@ def metric(number: float, percent: bool = False) -> str:
     """A metric's value: a share as a percentage; larger values have fewer decimals."""
     if percent and math.isfinite(number):
         return f"{100 * number:.2f}%"
-    return fixed(number, 2 if number < 100 else 1 if number < 1000 else 0)
+    return fix_decimals(number, 2 if number < 100 else 1 if number < 1000 else 0)
 
 
 def duration(seconds: float) -> str:
@@ -112,7 +112,7 @@ def print_rows(rows: Sequence[tuple[str, str]], title: str = "") -> None:
         rule = "─" if (sys.stdout.encoding or "").lower() == "utf-8" else "-"
         print(f"{bold(printable(title, keep=''))} {rule * (width - len(title) - 1)}")
     for name, value in rows:
-        paragraphs = printable(concealed(value)).splitlines() or [""]
+        paragraphs = printable(conceal(value)).splitlines() or [""]
         room = max(width - indent, 1)
         lines = [part for line in paragraphs for part in textwrap.wrap(line, room, break_on_hyphens=False) or [""]]
         for label, line in zip((name, *[""] * len(lines)), lines, strict=False):

@@ -26,10 +26,10 @@ OGG = re.compile("T2dnU[A-Za-z0-9+/]{0,400000}={0,2}")
 def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:
     """Comparison table with sort keys and best values; ``links`` are addresses of the runs' reports, or empty."""
     measures = [
-        ("loss", [view.final("train/loss") for view in views], partial(numbers.fixed, decimals=4), min),
-        ("held-out loss", [view.final("val/loss") for view in views], partial(numbers.fixed, decimals=4), min),
+        ("loss", [view.final("train/loss") for view in views], partial(numbers.fix_decimals, decimals=4), min),
+        ("held-out loss", [view.final("val/loss") for view in views], partial(numbers.fix_decimals, decimals=4), min),
         *_headlines(views),
-        ("tokens/s", [view.tokens_per_s for view in views], partial(numbers.fixed, decimals=0), max),
+        ("tokens/s", [view.tokens_per_s for view in views], partial(numbers.fix_decimals, decimals=0), max),
         ("peak memory", [view.peak_gib for view in views], numbers.gibibytes, min),
         ("wall time", [view.wall_s for view in views], numbers.duration, min),
     ]

@@ -44,7 +44,7 @@ from mgpu_pipe.config.schema import (
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
-from mgpu_pipe.planning.memory_limits import gib, predicted
+from mgpu_pipe.planning.memory_limits import gib, predict_memory
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.columns import schedule_lines
 from mgpu_pipe.system.conf_folders import OWN
@@ -80,7 +80,7 @@ def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[
     rows = summary(config, conf_options=conf_options)
     if baseline := _majority(config.data, config.objective):
         rows.insert(1 + [name for name, _ in rows].index("data"), ("majority", baseline))
-    details += [("memory", line) for line in _memory_lines(predicted(config), strategy)]
+    details += [("memory", line) for line in _memory_lines(predict_memory(config), strategy)]
     saves = config.checkpoint.every_n_minutes
     details += [("failures", line)] if (line := goodput_line(config.plan, saves, processes)) else []
     after = 1 + [name for name, _ in rows].index("strategy")

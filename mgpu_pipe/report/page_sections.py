@@ -115,8 +115,8 @@ def figures(view: RunView) -> list[dict[str, str]]:
     loss, held_out = view.final("train/loss"), view.final("val/loss")
     size = view.final("val/bits_per_byte")
     in_bits = "" if math.isnan(size) else f"; {numbers.figure(size, 4)} bits a byte"
-    cards.append(_card("Held-out loss", numbers.fixed(held_out, 4), objective.metrics[0].unit + in_bits))
-    cards.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
+    cards.append(_card("Held-out loss", numbers.fix_decimals(held_out, 4), objective.metrics[0].unit + in_bits))
+    cards.append(_card("Training loss", numbers.fix_decimals(loss, 4), "last step"))
     cards += [_task_card(view, name, task) for name, task in _mapping(view.config_value("eval", "tasks")).items()]
     rate = view.tokens_per_s
     mfu = view.final("throughput/mfu")

@@ -45,8 +45,8 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
     together = f", {count} attempts together" if count > 1 else ""
     rows = [
         ("status", f"{summary.get('status', 'unfinished')} at step {numbers.plain(summary.get('step'))}{limit}"),
-        ("training loss", numbers.fixed(number(metrics.get("train/loss")), 4)),
-        ("held-out loss", numbers.fixed(number(metrics.get("val/loss")), 4)),
+        ("training loss", numbers.fix_decimals(number(metrics.get("train/loss")), 4)),
+        ("held-out loss", numbers.fix_decimals(number(metrics.get("val/loss")), 4)),
         ("throughput", _throughput(metrics)),
         ("peak memory", numbers.MISSING if math.isnan(peak) else f"{numbers.gibibytes(peak)} a process"),
         ("wall time", numbers.duration(number(summary.get("wall_s"))) + together),
@@ -95,8 +95,8 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
         (
             printable(view.status, keep=""),
             f"{view.steps:,}",
-            numbers.fixed(view.final("train/loss"), 4),
-            numbers.fixed(view.final("val/loss"), 4),
+            numbers.fix_decimals(view.final("train/loss"), 4),
+            numbers.fix_decimals(view.final("val/loss"), 4),
             *(_headline(view, metric) for metric in headlines.values()),
             numbers.MISSING if math.isnan(view.tokens_per_s) else numbers.count(view.tokens_per_s),
             _clock(view.wall_s),

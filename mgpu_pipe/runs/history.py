@@ -243,7 +243,7 @@ def _nodes_down(nodes: str) -> str:
 
 
 def _newest(paths: RunPaths) -> Path | None:
-    return max(layout.committed(paths.checkpoints).items(), default=(0, None))[1]
+    return max(layout.committed_steps(paths.checkpoints).items(), default=(0, None))[1]
 
 
 def _step_of(folder: Path | None) -> int:

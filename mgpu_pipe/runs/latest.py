@@ -79,7 +79,7 @@ def newest_run(root: Path, *, saved: bool = False) -> Path:
         RunFolderError: there is no such run.
     """
     for folder in find_runs(expand_home(root)):
-        if not saved or layout.committed(RunPaths(folder).checkpoints):
+        if not saved or layout.committed_steps(RunPaths(folder).checkpoints):
             return folder
     what = "no run with a checkpoint" if saved else "no run"
     raise RunFolderError(f"{root}: holds {what}; train one, give a run's folder, or set {ROOT_KEY}=<folder>")
@@ -115,11 +115,11 @@ def split_root(words: Sequence[str]) -> tuple[list[str], Path | None]:
 
 def start_time(folder: Path) -> float:
     """Time of the run's first launch, in seconds since the epoch; 0 if unknown."""
-    created = recorded(folder).get("created")
+    created = read_record(folder).get("created")
     return float(created) if isinstance(created, int | float) else 0.0
 
 
-def recorded(folder: Path) -> dict[str, object]:
+def read_record(folder: Path) -> dict[str, object]:
     """Content of a run's ``environment.json``; empty if it is missing or unreadable."""
     try:
         path = RunPaths(folder).environment

@@ -22,7 +22,7 @@ from mgpu_pipe.config.convert import leaves
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.runs.history import read_summary
-from mgpu_pipe.runs.latest import RUN, attempts, is_run_folder, recorded, run_folders
+from mgpu_pipe.runs.latest import RUN, attempts, is_run_folder, read_record, run_folders
 from mgpu_pipe.runs.lock import RunLock, is_held
 from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, NotPlainError, parse_yaml, read_bytes, read_end
 from mgpu_pipe.topology import AXES
@@ -93,13 +93,13 @@ class Listed:
 
 def list_runs(root: Path) -> list[Listed]:
     """Every run below ``root``, the latest first."""
-    return sorted(map(listed, run_folders(root)), key=lambda run: (run.begun, run.folder.name), reverse=True)
+    return sorted(map(list_run, run_folders(root)), key=lambda run: (run.begun, run.folder.name), reverse=True)
 
 
-def listed(folder: Path, *, sized: bool = True) -> Listed:
+def list_run(folder: Path, *, sized: bool = True) -> Listed:
     """Read a run for a listing; ``sized`` counts its bytes, which takes most of the time."""
     paths = RunPaths(folder)
-    environment, summary = recorded(folder), _summary(paths)
+    environment, summary = read_record(folder), _summary(paths)
     entry = environment.get(RUN)
     settings: Mapping[str, Any] = entry if isinstance(entry, Mapping) else _run_settings(paths)
     metrics = summary.get("metrics")

@@ -18,7 +18,7 @@ from mgpu_pipe.config.schema import RunConfig, RunOptions
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.runs import history
 from mgpu_pipe.runs.environment import write_environment
-from mgpu_pipe.runs.latest import RUN, STARTS_FROM, attempts, recorded, start_time
+from mgpu_pipe.runs.latest import RUN, STARTS_FROM, attempts, read_record, start_time
 from mgpu_pipe.runs.run_folder import RunFolder, writing_to
 from mgpu_pipe.system.local_files import MAX_JSON_BYTES, expand_home, fix_of_writing, read_bytes, replace_file
 
@@ -132,7 +132,7 @@ def record_launch(
     freeze(config, paths.config)
     remember(paths.config)
     _write_overrides(paths, overrides)
-    unchanged = {key: value for key, value in recorded(paths.root).items() if key == STARTS_FROM}
+    unchanged = {key: value for key, value in read_record(paths.root).items() if key == STARTS_FROM}
     stamp = {**environment, **unchanged}
     _record_environment(paths, config.run, config.strategy.name, config.trainer.max_steps, stamp)
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, TrainerConfig, seconds_of
 from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.runs.history import read_summary
-from mgpu_pipe.runs.latest import HASH_DIGITS, find_own, is_run_folder, named_after, recorded, runs_in
+from mgpu_pipe.runs.latest import HASH_DIGITS, find_own, is_run_folder, named_after, read_record, runs_in
 from mgpu_pipe.runs.resume_command import line_for
 from mgpu_pipe.system.local_files import exists, expand_home, fix_of_writing, is_file, is_folder
 
@@ -90,7 +90,7 @@ def choose_folder(
     runs, digits = expand_home(config.run.root) / config.run.name, mathematics_hash(config, HASH_DIGITS)
     existing, note = None, ""
     if restart_of:
-        existing = next((run for run in runs_in(runs) if recorded(run).get("launch") == restart_of), None)
+        existing = next((run for run in runs_in(runs) if read_record(run).get("launch") == restart_of), None)
     elif config.checkpoint.resume == "auto":
         existing, note = find_own(config, runs, digits, swept)
         empty = _empty_run_folder(runs, digits) if existing is None else None
@@ -162,7 +162,7 @@ def has_trained(paths: RunPaths) -> bool:
     return rows or bool(layout.folders(paths.checkpoints))
 
 
-def completed(folder: RunFolder, trainer: TrainerConfig) -> bool:
+def is_completed(folder: RunFolder, trainer: TrainerConfig) -> bool:
     """Whether the run in ``folder`` has finished and ``config`` allows no more steps or time."""
     summary = read_summary(folder.paths)
     if not folder.is_resumed or summary.get("status") != "finished":

@@ -126,7 +126,7 @@ def repeat_line(store: Store, point: Point | None = None) -> str:
     return shlex.join(["mgpu-pipe", *verb, *store.spec["flags"], *fixed, *point.overrides])
 
 
-def ranked(points: Sequence[Point], metric: str, minimize: bool) -> list[Trial]:
+def rank_trials(points: Sequence[Point], metric: str, minimize: bool) -> list[Trial]:
     """Trials whose runs all finished, the best first.
 
     The spread between seeds is pooled over all trials. Trials are ordered by the worse end of their mean's

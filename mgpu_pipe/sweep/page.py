@@ -21,7 +21,7 @@ from mgpu_pipe.report.html import document, link, write_page
 from mgpu_pipe.report.logs import redact_override
 from mgpu_pipe.report.watch import RunsPage, Served, digest, stamps
 from mgpu_pipe.runs.metrics_file import read_columns
-from mgpu_pipe.sweep.best import Importance, importances, pareto, ranked, repeat_line
+from mgpu_pipe.sweep.best import Importance, importances, pareto, rank_trials, repeat_line
 from mgpu_pipe.sweep.point import FINISHED, RESUMABLE, RUNNING, Point
 from mgpu_pipe.sweep.store import PAGE, Store
 
@@ -313,7 +313,7 @@ def _best(store: Store, runs: Sequence[Point]) -> list[dict[str, str]]:
     """The best trials, each with the command that repeats it."""
     if len(store.spec["metrics"]) > 1:
         return []
-    trials = ranked(runs, store.spec["metrics"][0], store.spec["minimize"][0])[:BEST]
+    trials = rank_trials(runs, store.spec["metrics"][0], store.spec["minimize"][0])[:BEST]
     return [
         {
             "figure": trial.text(),

@@ -24,10 +24,10 @@ from mgpu_pipe.launch.compositions import WORST_LAST, check_composition, launch_
 from mgpu_pipe.launch.signals import run_begins, run_ended, stop_requested
 from mgpu_pipe.runs.resume_command import this_program
 from mgpu_pipe.sweep.point import FAILED, FINISHED, PAUSED, PRUNED, RESUMABLE, RUNNING, Point, local_pid, worker_id
-from mgpu_pipe.sweep.search import Tried, promoted, suggest
+from mgpu_pipe.sweep.search import Tried, promoted_trials, suggest
 from mgpu_pipe.sweep.space import as_override, from_record
 from mgpu_pipe.sweep.store import Store
-from mgpu_pipe.sweep.sweep_outcome import ended, ended_with, killed_for_memory, refused, say_in_run
+from mgpu_pipe.sweep.sweep_outcome import ended, ended_with, killed_for_memory, refuse_point, say_in_run
 from mgpu_pipe.system.local_files import expand_home
 
 POLL_S = 0.2
@@ -184,7 +184,7 @@ def _promote(store: Store, points: Sequence[Point]) -> Iterator[tuple[Point, int
         return
     reached = {point.number: point.rungs for point in points if point.rungs}
     by_number = {point.number: point for point in points}
-    for number in promoted(reached, rungs, store.spec["minimize"][0], store.spec["pruner"]):
+    for number in promoted_trials(reached, rungs, store.spec["minimize"][0], store.spec["pruner"]):
         point = by_number[number]
         if point.status in (PAUSED, PRUNED):
             yield point, next(rung for rung in rungs if rung > max(point.rungs))
@@ -220,7 +220,7 @@ def _run(store: Store, point: Point, command: Sequence[str]) -> int:
     try:
         composition = hydra_cli.compose_one(parsed)
     except MgpuError as error:
-        return refused(store, point, error)
+        return refuse_point(store, point, error)
     composition.swept = list(point.overrides)
     return run_composed(store, point, composition, command)
 
@@ -243,7 +243,7 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
         check_composition(composition, joins=True)
         result = launch_composition(composition, command, chosen)
     except MgpuError as error:
-        return refused(store, point, error)
+        return refuse_point(store, point, error)
     except Exception as error:  # a bug: print the traceback and continue with the other runs
         print_traceback()
         return ended_with(store, point, FAILED, EXIT_FAILURE, repr(error), {}, time.monotonic() - began)

@@ -37,7 +37,9 @@ def rungs_of(steps: int, wanted: Sequence[int] = ()) -> list[int]:
     return [*(rung for rung in below if 0 < rung < steps), steps]
 
 
-def promoted(reached: Mapping[int, Mapping[int, float]], rungs: Sequence[int], minimize: bool, rule: Rule) -> list[int]:
+def promoted_trials(
+    reached: Mapping[int, Mapping[int, float]], rungs: Sequence[int], minimize: bool, rule: Rule
+) -> list[int]:
     """Numbers of the runs to promote, those nearest to the end first.
 
     Args:

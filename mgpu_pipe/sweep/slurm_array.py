@@ -136,7 +136,7 @@ def _compose(spec: Mapping[str, object], points: Mapping[int, list[str]]) -> dic
         errors: list[BadInputError] = []
         try:
             if not composition.errors:
-                composition.config = slurm.settled(composition.config)
+                composition.config = slurm.fit_to_nodes(composition.config)
                 run = composition.config.run
                 slurm.check_folder(composition.config.run, expand_home(run.root).absolute() / run.name)
             errors = errors_of(composition)

@@ -117,7 +117,7 @@ def _range(name: str, key: str, low: Any, high: Any, log: bool, when: Mapping[st
     return Parameter(key, (), float(numbers[0]), float(numbers[1]), log, whole, when)
 
 
-def ordered(space: Mapping[str, Parameter]) -> list[Parameter]:
+def order_by_conditions(space: Mapping[str, Parameter]) -> list[Parameter]:
     """The parameters after those that their conditions name; ConfigError for a circle, or one that never holds."""
     for parameter in space.values():
         for key, value in (parameter.when or {}).items():

@@ -24,7 +24,7 @@ from mgpu_pipe.sweep.point import FAILED, Point
 from mgpu_pipe.sweep.run_points import conclude, grid, parsed_again, run_composed, with_seeds, work
 from mgpu_pipe.sweep.search import check_installed, rungs_of
 from mgpu_pipe.sweep.slurm_array import submit_sweep
-from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, ordered, parameter
+from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, order_by_conditions, parameter
 from mgpu_pipe.sweep.store import Store, create
 from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.local_files import expand_home
@@ -43,9 +43,9 @@ LOWER_IS_BETTER = ("throughput/step_s", "memory/peak_gib")
 
 def start(parsed: Namespace, words: Sequence[str]) -> int:
     """Create and run the sweep of ``words``; returns the exit code, ConfigErrors if nothing can run."""
-    from mgpu_pipe.checks.start import joined
+    from mgpu_pipe.checks.start import is_joined
 
-    if joined():
+    if is_joined():
         raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")
     on_slurm = "hydra/launcher=slurm" in parsed.overrides
     if on_slurm and not any(word.lstrip("+").startswith("launch=") for word in parsed.overrides):
@@ -92,7 +92,7 @@ def spec_of(request: SweepRequest, words: Sequence[str]) -> dict[str, object]:
             errors.append(error)
     space: list[Parameter] = []
     if not errors:
-        errors += raised_by(lambda: space.extend(ordered(by_key)))
+        errors += raised_by(lambda: space.extend(order_by_conditions(by_key)))
     if settings.search != "grid" and not space and not errors:
         fix = "give ranges or lists, such as optimizer.lr=interval(1e-5,1e-3) or sweep.space.optimizer.lr"
         errors.append(ConfigError("sweep.search", settings.search, fix, "the space is empty"))

@@ -52,7 +52,7 @@ def ended(store: Store, point: Point, code: int, wall_s: float, short: bool = Fa
     return EXIT_STOPPED if status == STOPPED else code
 
 
-def refused(store: Store, point: Point, error: MgpuError) -> int:
+def refuse_point(store: Store, point: Point, error: MgpuError) -> int:
     """Record the error of a point that did not start; a stopped point can be resumed."""
     print_error(error)
     status = STOPPED if error.exit_code == EXIT_STOPPED else FAILED

@@ -23,8 +23,8 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plugins import MAX_MESSAGE
 from mgpu_pipe.config.schema import RunConfig, RunOptions
 from mgpu_pipe.config.targets.build_target import TARGET, build, resolve_target
-from mgpu_pipe.errors import BadInputError, ConfigError, concealed
-from mgpu_pipe.runs.latest import recorded
+from mgpu_pipe.errors import BadInputError, ConfigError, conceal
+from mgpu_pipe.runs.latest import read_record
 from mgpu_pipe.system.local_files import MAX_JSON_BYTES, expand_home, parse_json, read_bytes, replace_file
 from mgpu_pipe.topology import ParallelDims
 
@@ -44,7 +44,7 @@ def tags(run: RunOptions, strategy: StrategyConfig, dims: ParallelDims) -> dict[
 
 def command_line(folder: Path) -> str:
     """The command that started the run of ``folder``; empty where it is not recorded."""
-    words = recorded(folder).get("command")
+    words = read_record(folder).get("command")
     if not isinstance(words, list):
         return ""
     masked = []
@@ -58,7 +58,7 @@ def without_secret(key: str, value: Any) -> Any:
     """``value`` with its secrets masked, fit to send to a service."""
     if not isinstance(value, str):
         return value
-    return MASK if SECRET.fullmatch(key) else USER.sub(f"://{MASK}@", concealed(value))
+    return MASK if SECRET.fullmatch(key) else USER.sub(f"://{MASK}@", conceal(value))
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -123,7 +123,7 @@ class Checkpointer:
         root = self._paths.checkpoints
         below = self._start_step if self._finite_step is None else self._finite_step
         if _is_rank_0():
-            ruined = [step for step in layout.committed(root) if below <= step <= step_batch.step]
+            ruined = [step for step in layout.committed_steps(root) if below <= step <= step_batch.step]
             try:
                 if ruined:
                     mark_ruined(root, ruined)

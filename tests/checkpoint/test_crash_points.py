@@ -350,7 +350,7 @@ def _delete_before_commit(patch: pytest.MonkeyPatch) -> None:
     commit = layout.commit
 
     def delete_first(root: Path, step: int) -> Path:
-        for other in layout.committed(root):
+        for other in layout.committed_steps(root):
             layout.delete(root, other)
         return commit(root, step)
 

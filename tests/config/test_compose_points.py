@@ -11,7 +11,7 @@ from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.freeze import HEADER, freeze
 from mgpu_pipe.config.hydra.compose import compose_in, hydra_session
 from mgpu_pipe.config.hydra.compose_points import PointComposer
-from mgpu_pipe.config.hydra.interpolation import escaped
+from mgpu_pipe.config.hydra.interpolation import escape
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.system.conf_folders import CONFIG_NAME
 
@@ -71,5 +71,5 @@ def test_a_configuration_written_by_sections_is_the_one_written_whole(tmp_path: 
         made = PointComposer(hydra, FIXED, CONFIG_NAME).compose(["run.name='é ${x}'", "seed=2"]).config
     for config in (RunConfig(), made):
         freeze(config, tmp_path / "config.yaml")
-        whole = yaml.safe_dump(escaped(to_plain(config, leaf=lambda value: value)), sort_keys=False, allow_unicode=True)
+        whole = yaml.safe_dump(escape(to_plain(config, leaf=lambda value: value)), sort_keys=False, allow_unicode=True)
         assert (tmp_path / "config.yaml").read_text(encoding="utf-8") == HEADER + whole

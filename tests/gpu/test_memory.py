@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from mgpu_pipe.training.profiling.memory_use import MEMORY_PHASES, phases_of, rank_memory, thinned
+from mgpu_pipe.training.profiling.memory_use import MEMORY_PHASES, phases_of, rank_memory, thin_looks
 from mgpu_pipe.training.profiling.step_watches import MemoryWatch
 
 MIB = 1 << 20
@@ -46,5 +46,5 @@ def test_each_phase_has_its_memory(device: torch.device) -> None:
     assert 0.9 < held["forward"] < 2.1, held
     assert held["backward"] > 1.9, "the gradient of hidden is as large as hidden"
     assert 0.4 < held["optimizer"] < 1.6, held
-    line = thinned(watch.looks, names, marks[0])
+    line = thin_looks(watch.looks, names, marks[0])
     assert [at for at, *_ in line] == sorted(at for at, *_ in line) and max(held for *_, held, _ in line) > 0

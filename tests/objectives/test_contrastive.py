@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.memory import contrastive_loss
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.architectures.formulas.kept_memory import exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import exchanged_bytes
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
@@ -67,7 +67,7 @@ def test_the_loss_sends_its_closed_form_and_holds_less_than_the_naive_one() -> N
     for found in run_processes(4, contrastive_loss.measure, None, 64, 16):
         (peak, _, sent, apart), naive = found["ours"], found["naive"]
         assert sent == contrastive_loss.closed_form(4, 64, 16)
-        assert naive[2] == 4 * exchanged(4 * 64 * 16, 4)
+        assert naive[2] == 4 * exchanged_bytes(4 * 64 * 16, 4)
         assert peak < naive[0] and apart < 1e-6
         (peak, _, sent, apart), naive = found["ours, SigLIP"], found["naive SigLIP"]
         assert sent == contrastive_loss.closed_form(4, 64, 16, siglip=True)

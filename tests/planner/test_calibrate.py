@@ -12,7 +12,7 @@ from mgpu_pipe.checks.plan_layouts import plan_layouts
 from mgpu_pipe.cli.verbs.calibrate import calibrate
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import ConfigError, ConfigErrors
-from mgpu_pipe.planning.calibration import Measurements, fitted, profile_text, uncalibrated
+from mgpu_pipe.planning.calibration import Measurements, fitted, profile_text, uncalibrated_profile
 from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile
 from mgpu_pipe.planning.matrix_products import product_seconds
 from mgpu_pipe.planning.step_time import all_reduce_seconds, step_time
@@ -83,7 +83,9 @@ def test_a_calibrated_cpu_is_planned_for_as_processes(tmp_path: Path) -> None:
 
 
 def test_fp32_moves_twice_the_bytes() -> None:
-    slow = HardwareProfile(name="", **{**uncalibrated(measured()), "memory_gb_s": 1e-3}).hardware  # memory alone counts
+    slow = HardwareProfile(
+        name="", **{**uncalibrated_profile(measured()), "memory_gb_s": 1e-3}
+    ).hardware  # memory alone counts
     work = Work(**work_of(DECODERS[0]))
     times = [
         float(step_time(replace(work, activation_bytes=size, vocabulary=1.0), slow, replace(TRUE, step=1e-9)).compute)

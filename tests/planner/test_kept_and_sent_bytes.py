@@ -14,7 +14,7 @@ from benchmarks.memory import axes_memory
 from benchmarks.memory.axes_memory import activation_share, norm_bytes
 from benchmarks.traffic import axes_bytes, data_parallel_bytes, expert_bytes, zero_bytes
 from benchmarks.traffic.closed_forms import expert_traffic
-from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged, optimizer_bytes, state_bytes
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged_bytes, optimizer_bytes, state_bytes
 from mgpu_pipe.config.group_keys import OptimizerConfig
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.models.fields import resolved_fields
@@ -110,5 +110,5 @@ def test_expert_parallelism_sends_what_was_counted() -> None:
 
 
 def test_a_ring_sends_nothing_alone_and_all_but_its_part_together() -> None:
-    assert exchanged(12, 1) == all_reduced(12, 1) == 0
-    assert (exchanged(12, 4), all_reduced(12, 4)) == (9, 18)
+    assert exchanged_bytes(12, 1) == all_reduced(12, 1) == 0
+    assert (exchanged_bytes(12, 4), all_reduced(12, 4)) == (9, 18)

@@ -16,7 +16,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.planning import memory_limits as memory
 from mgpu_pipe.planning.memory import memory_by_rank
-from mgpu_pipe.planning.memory_limits import memory_errors, memory_notice, predict_fit, predicted, with_overrides
+from mgpu_pipe.planning.memory_limits import memory_errors, memory_notice, predict_fit, predict_memory, with_overrides
 from mgpu_pipe.system import hardware
 from tests.support.sampling import one_in
 
@@ -225,6 +225,6 @@ def test_verbs_that_train_no_whole_model_check_no_memory() -> None:
 
 def test_memory_is_not_predicted_where_the_model_is_refused() -> None:
     config = compose(["model=llama_tiny", "trainer.accelerator=cpu"])[0]
-    assert predicted(config) is not None
+    assert predict_memory(config) is not None
     config.model.config["num_key_value_heads"] = float("nan")
-    assert predicted(config) is None
+    assert predict_memory(config) is None

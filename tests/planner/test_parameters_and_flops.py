@@ -18,7 +18,7 @@ from mgpu_pipe.architectures.formulas.flops import (
     attention_forward_flops,
     known_gpu_peak,
     mean_context,
-    windowed,
+    windowed_context,
 )
 from mgpu_pipe.architectures.formulas.parameters import (
     CAUSAL,
@@ -193,13 +193,13 @@ def test_frozen_parameters_and_windows_cost_less() -> None:
 
     for window in (1, 5, 32, 40):
         tokens = sum(min(at + 1, window) for at in range(4096))
-        assert windowed(4096, window) / 2 == pytest.approx(tokens / 4096, abs=0.51)
-    assert windowed(32, 40) == 32
+        assert windowed_context(4096, window) / 2 == pytest.approx(tokens / 4096, abs=0.51)
+    assert windowed_context(32, 40) == 32
     sliding = {"sliding_window": 8}
-    assert mean_context(32, sliding) == windowed(32, 8) and mean_context(32, {}) == 32
+    assert mean_context(32, sliding) == windowed_context(32, 8) and mean_context(32, {}) == 32
     assert mean_context(32, {**sliding, "use_sliding_window": False}) == 32
     kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
-    assert mean_context(32, {**sliding, "layer_types": kinds}) == (windowed(32, 8) + 3 * 32) / 4
+    assert mean_context(32, {**sliding, "layer_types": kinds}) == (windowed_context(32, 8) + 3 * 32) / 4
     hybrid = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]  # as Qwen3.5's
     assert mean_context(4096, {"layer_types": hybrid}) == 1024
     chunked = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8192}  # Llama 4
@@ -208,7 +208,7 @@ def test_frozen_parameters_and_windows_cost_less() -> None:
     fewer = training_flops_per_token(build_meta(tiny_model("qwen3", use_sliding_window=True, **mistral)).config, length)
     full = training_flops_per_token(build_meta(tiny_model("qwen3")).config, length)
     shape = Shape.from_fields(build_meta(tiny_model("qwen3")).config)
-    saved = attention_forward_flops(shape, length) - attention_forward_flops(shape, windowed(length, 8))
+    saved = attention_forward_flops(shape, length) - attention_forward_flops(shape, windowed_context(length, 8))
     assert full - fewer == pytest.approx(3 * saved), "one layer of two"
 
 

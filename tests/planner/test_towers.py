@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mgpu_pipe.architectures.formulas.parameters import count_parameters, has_exact_sizes
 from mgpu_pipe.architectures.formulas.towers import vision_parameters
-from mgpu_pipe.config.convert import merged
+from mgpu_pipe.config.convert import merge
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig
@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def tiny(name: str, **fields: Any) -> ModelConfig:
     model = compose([f"model={name}_tiny", "objective=vision_language", "data=picture_chats"])[0].model
-    return ModelConfig(name=name, type=model.type, config=merged(model.config, fields))
+    return ModelConfig(name=name, type=model.type, config=merge(model.config, fields))
 
 
 @pytest.mark.parametrize(

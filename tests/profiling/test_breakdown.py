@@ -17,7 +17,15 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.profiling.advice import findings
 from mgpu_pipe.training.profiling.device_trace import Blocked, Marks, breakdown, device_timeline
 from mgpu_pipe.training.profiling.link_table import axis_of
-from mgpu_pipe.training.profiling.memory_use import POINTS, Look, MemoryUse, RankMemory, phases_of, rank_memory, thinned
+from mgpu_pipe.training.profiling.memory_use import (
+    POINTS,
+    Look,
+    MemoryUse,
+    RankMemory,
+    phases_of,
+    rank_memory,
+    thin_looks,
+)
 from mgpu_pipe.training.profiling.rank_times import RankTimes, StepTimes, slowest
 
 
@@ -165,7 +173,7 @@ def test_memory_has_the_phase_in_which_it_was_looked_at() -> None:
     assert found.used == {"forward": 5.2, "backward": 7.0, "optimizer": 7.5, "rest": 10.0}
     assert (found.held, found.split, found.peak) == (11.0, 0.9, 10.0)
     many = [Look(number / 1000, number % 7, 9.0, 0.0) for number in range(1000)]
-    line = thinned(many, ["rest"] * 1000, 0.0)
+    line = thin_looks(many, ["rest"] * 1000, 0.0)
     assert len(line) <= POINTS and all(used >= 4 for _, used, *_ in line), "peaks are kept"
 
 

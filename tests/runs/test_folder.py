@@ -23,7 +23,7 @@ from mgpu_pipe.runs.environment import write_environment
 from mgpu_pipe.runs.history import write_summary
 from mgpu_pipe.runs.latest import newest_run
 from mgpu_pipe.runs.record import begin, keep_attempt_config, next_attempt, record_launch
-from mgpu_pipe.runs.run_folder import RunFolder, choose_folder, completed, settle, writing_to
+from mgpu_pipe.runs.run_folder import RunFolder, choose_folder, is_completed, settle, writing_to
 
 
 def config_in(root: Path, resume: str = "none", folder: Path | None = None, **trainer: int) -> RunConfig:
@@ -196,7 +196,7 @@ def test_a_run_is_complete_until_more_steps_are_asked_for(
     paths = leave_run(tmp_path / "run", 1.0)
     write_summary(paths, {"status": status, "step": reached})
     config = config_in(tmp_path, "auto", tmp_path / "run", max_steps=asked)
-    assert completed(chosen(config), config.trainer) is complete
+    assert is_completed(chosen(config), config.trainer) is complete
 
 
 def test_a_run_of_epochs_is_complete_until_more_epochs_are_asked_for(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_run_of_epochs_is_complete_until_more_epochs_are_asked_for(tmp_path: P
     write_summary(paths, {"status": "finished", "step": 10})
     for epochs, complete in ((1, True), (2, True), (3, False)):
         config = config_in(tmp_path, "auto", tmp_path / "run", max_epochs=epochs)
-        assert completed(chosen(config), config.trainer) is complete
+        assert is_completed(chosen(config), config.trainer) is complete
 
 
 def test_attempts_are_counted_over_launches_and_their_configurations_kept(tmp_path: Path) -> None:

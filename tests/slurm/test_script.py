@@ -266,7 +266,7 @@ def test_ctrl_c_while_slurm_answers_cancels_the_job(
 
 def test_workers_must_be_counted_before_the_job_has_nodes() -> None:
     def devices(*words: str) -> object:
-        return slurm.settled(compose(["launch=slurm", "trainer.max_steps=1", *words])[0]).trainer.devices
+        return slurm.fit_to_nodes(compose(["launch=slurm", "trainer.max_steps=1", *words])[0]).trainer.devices
 
     assert devices("strategy=ddp", "trainer.devices=3") == 3
     assert devices("strategy=ddp", "launch.gpus=4") == 4

@@ -16,10 +16,10 @@ from mgpu_pipe.cli import main as cli
 from mgpu_pipe.errors import EXIT_STOPPED
 from mgpu_pipe.launch.micro_batch_tries import MicroBatchStoppedError
 from mgpu_pipe.sweep import parallel
-from mgpu_pipe.sweep.best import pareto, ranked, repeat_line
+from mgpu_pipe.sweep.best import pareto, rank_trials, repeat_line
 from mgpu_pipe.sweep.point import FINISHED, SPEC_ENTRIES, Point, as_record
 from mgpu_pipe.sweep.store import create
-from mgpu_pipe.sweep.sweep_outcome import outcome, refused
+from mgpu_pipe.sweep.sweep_outcome import outcome, refuse_point
 from scripts.sweep_curves import STEPS, grid
 from tests.sweep.support import asked
 
@@ -45,7 +45,7 @@ def test_an_end_has_a_name(code: int, kind: str, message: str, short: bool, stat
 
 def test_a_point_that_was_stopped_before_its_run_is_no_failure(tmp_path: Path) -> None:
     store = create(tmp_path, "s", asked(), [[["seed=1"]]])
-    assert refused(store, store.points()[0], MicroBatchStoppedError("stopped")) == EXIT_STOPPED
+    assert refuse_point(store, store.points()[0], MicroBatchStoppedError("stopped")) == EXIT_STOPPED
     assert store.points()[0].status == "stopped"
 
 
@@ -69,7 +69,7 @@ def runs(trial: int, *values: float, status: str = "finished") -> list[Point]:
 
 def test_the_mean_counts_with_its_interval() -> None:
     first, second = [2.0, 2.2, 2.4], [1.0, 1.2, 1.1]
-    best, other = ranked([*runs(1, *first), *runs(2, *second)], "val/loss", minimize=True)
+    best, other = rank_trials([*runs(1, *first), *runs(2, *second)], "val/loss", minimize=True)
     assert [best.first.trial, other.first.trial] == [2, 1] and not other.alike
     spread = math.sqrt((statistics.variance(first) + statistics.variance(second)) / 2)
     assert math.isclose(best.mean, statistics.mean(second))
@@ -77,18 +77,18 @@ def test_the_mean_counts_with_its_interval() -> None:
 
 
 def test_a_lucky_run_does_not_win_over_a_mean() -> None:
-    trials = ranked([*runs(1, 1.99), *runs(2, 2.0, 2.1, 1.9), *runs(3, 9.0, 9.2)], "val/loss", minimize=True)
+    trials = rank_trials([*runs(1, 1.99), *runs(2, 2.0, 2.1, 1.9), *runs(3, 9.0, 9.2)], "val/loss", minimize=True)
     assert [trial.first.trial for trial in trials] == [2, 1, 3]
     assert [trial.alike for trial in trials] == [False, True, False]
 
 
 def test_trials_with_a_run_that_did_not_finish_are_left_out() -> None:
     points = [*runs(1, 1.0), *runs(1, 1.0, status="diverged"), *runs(2, 3.0), *runs(3, math.nan)]
-    assert [trial.first.trial for trial in ranked(points, "val/loss", minimize=True)] == [2]
+    assert [trial.first.trial for trial in rank_trials(points, "val/loss", minimize=True)] == [2]
 
 
 def test_higher_may_be_better() -> None:
-    trials = ranked([*runs(1, 0.2), *runs(2, 0.9)], "val/loss", minimize=False)
+    trials = rank_trials([*runs(1, 0.2), *runs(2, 0.9)], "val/loss", minimize=False)
     assert trials[0].first.trial == 2 and math.isnan(trials[0].error)
 
 

@@ -23,8 +23,8 @@ from mgpu_pipe.sweep import parallel
 from mgpu_pipe.sweep import run_points as work
 from mgpu_pipe.sweep import start_sweep as extending
 from mgpu_pipe.sweep.run_points import read_points
-from mgpu_pipe.sweep.search import Tried, promoted, rungs_of, suggest
-from mgpu_pipe.sweep.space import ordered, parameter
+from mgpu_pipe.sweep.search import Tried, promoted_trials, rungs_of, suggest
+from mgpu_pipe.sweep.space import order_by_conditions, parameter
 from mgpu_pipe.sweep.start_sweep import errors_by_point
 from mgpu_pipe.sweep.store import Store, create, stores
 from tests.support.no_launch import Result, launches_by
@@ -141,14 +141,14 @@ def test_a_condition_holds_whatever_the_order_and_one_that_never_does_is_refused
         "optimizer.options.momentum": {"low": 0.1, "high": 0.9, "when": {"optimizer.options.nesterov": True}},
         "optimizer": ["adamw", "sgd"],
     }
-    space = ordered({key: parameter(key, value) for key, value in wanted.items()})
+    space = order_by_conditions({key: parameter(key, value) for key, value in wanted.items()})
     assert [one.key for one in space] == ["optimizer", "optimizer.options.nesterov", "optimizer.options.momentum"]
     drawn = [suggest("random", space, [Tried({})] * place, [True], 1) for place in range(40)]
     assert {len(one) for one in drawn} == {1, 2, 3}
     for when in ({"optimizer": "sdg"}, {"nothing": 1}, {"a.b": "1"}):
         one = parameter("a.b", {"values": [1, 2], "when": when})
         with pytest.raises(ConfigError, match=r"sweep.space.a.b.when.* never holds|depend on each other"):
-            ordered({"a.b": one, "optimizer": space[0]})
+            order_by_conditions({"a.b": one, "optimizer": space[0]})
 
 
 def test_texts_of_a_space_and_of_a_file_are_quoted_where_they_have_to_be(tmp_path: Path) -> None:
@@ -387,10 +387,10 @@ def test_a_sweep_that_hydra_runs_itself_is_stored_too(launches: list[RunConfig])
 def test_rungs_and_rules() -> None:
     assert rungs_of(27) == [3, 9, 27] and rungs_of(100, [50, 10, 100, 200]) == [10, 50, 100]
     reached = {number: {3: float(number)} for number in range(1, 7)}
-    assert promoted(reached, [3, 9, 27], True, "asha") == [1, 2]
-    assert promoted(reached, [3, 9, 27], False, "asha") == [6, 5]
-    assert promoted({**reached, 1: {3: 1.0, 9: 1.0}}, [3, 9, 27], True, "asha") == [2], "none twice"
+    assert promoted_trials(reached, [3, 9, 27], True, "asha") == [1, 2]
+    assert promoted_trials(reached, [3, 9, 27], False, "asha") == [6, 5]
+    assert promoted_trials({**reached, 1: {3: 1.0, 9: 1.0}}, [3, 9, 27], True, "asha") == [2], "none twice"
     two_up = {**reached, **{n: {3: float(n), 9: float(n)} for n in (1, 2, 3)}}
-    assert promoted(two_up, [3, 9, 27], True, "asha") == [1], "the one nearest to the end first"
-    assert promoted(reached, [3, 9], True, "median") == [1, 2, 3]
-    assert promoted({1: {3: 9.0}}, [3, 9], True, "median") == [1], "one alone is not below the others"
+    assert promoted_trials(two_up, [3, 9, 27], True, "asha") == [1], "the one nearest to the end first"
+    assert promoted_trials(reached, [3, 9], True, "median") == [1, 2, 3]
+    assert promoted_trials({1: {3: 9.0}}, [3, 9], True, "median") == [1], "one alone is not below the others"

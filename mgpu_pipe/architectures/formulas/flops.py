@@ -65,7 +65,7 @@ def attention_forward_flops(shape: Shape, context: float) -> float:
     return 2.0 * context * shape.heads * shape.head_dim
 
 
-def windowed(context: float, window: int | None) -> float:
+def windowed_context(context: float, window: int | None) -> float:
     """Document length in which causal tokens see as many others as in ``context`` with a window."""
     return context if window is None or window >= context else 2.0 * window - window**2 / context
 
@@ -81,7 +81,7 @@ def mean_context(context: float, fields: Mapping[str, Any]) -> float:
     """Mean over the layers of the context that attention sees, by ``layer_types``: the sliding ones have the window,
     chunked ones their chunk, and linear ones have no scores. Without types all layers have the window."""
     chunk = fields.get("attention_chunk_size")
-    contexts = {SLIDING: windowed(context, window_of(fields)), CHUNKED: min(context, float(chunk or context))}
+    contexts = {SLIDING: windowed_context(context, window_of(fields)), CHUNKED: min(context, float(chunk or context))}
     contexts.update(dict.fromkeys(LINEAR, 0.0))
     layers = fields.get("layer_types") or [SLIDING]
     return float(sum(contexts.get(kind, context) for kind in layers) / len(layers))

@@ -162,7 +162,7 @@ def sharded_stage(strategy: StrategyConfig) -> int:
     return strategy.deepspeed.stage if strategy.engine == "deepspeed" else 3
 
 
-def exchanged(size: float, ranks: int) -> float:
+def exchanged_bytes(size: float, ranks: int) -> float:
     """Bytes that a process sends in an all-gather, reduce-scatter or all-to-all of ``size`` bytes in all."""
     return size * (ranks - 1) / ranks
 

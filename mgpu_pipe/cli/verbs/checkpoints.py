@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mgpu_pipe.checkpoint import inventory, layout
 from mgpu_pipe.checkpoint.layout import Step
-from mgpu_pipe.checkpoint.selection import best, followed, steps_to_keep
+from mgpu_pipe.checkpoint.selection import best, followed_steps, steps_to_keep
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import VerbParser, count, non_negative, parse, positive_int
 from mgpu_pipe.config.objective import higher_is_better
@@ -226,7 +226,7 @@ def _settings(steps: Sequence[Step]) -> CheckpointConfig:
 
 def _reasons_to_keep(steps: Sequence[Step], settings: CheckpointConfig) -> Mapping[int, str]:
     usable = [step for step in steps if step.whole and not step.ruined]
-    proved = followed([step.step for step in usable])
+    proved = followed_steps([step.step for step in usable])
     values = {step.step: step.metric(settings.best_metric) for step in usable if step.step in proved}
     config = next((step.config for step in reversed(steps) if step.config), {})
     ranked = best(values, settings.keep_best, higher_is_better(config, settings.best_metric))

@@ -18,7 +18,7 @@ from mgpu_pipe.launch.slurm.script import POINTS, ask, job_of, log_of, seconds
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.runs.latest import is_run_folder
-from mgpu_pipe.runs.listing import Listed, listed
+from mgpu_pipe.runs.listing import Listed, list_run
 from mgpu_pipe.system.local_files import exists, expand_home
 
 DESCRIPTION = (
@@ -75,7 +75,7 @@ def jobs(words: list[str]) -> int:
             raise BadInputError(
                 f"mgpu-pipe jobs list: {arguments.run[0]}: lists all; follow, cancel and requeue take a run"
             )
-        return _list(queued(ended=arguments.all), as_json=arguments.json)
+        return _list(list_queued(ended=arguments.all), as_json=arguments.json)
     if not arguments.run:
         raise BadInputError(f"mgpu-pipe jobs {arguments.what}: name a run; see mgpu-pipe jobs")
     if arguments.what == "follow":
@@ -87,7 +87,7 @@ def jobs(words: list[str]) -> int:
     return EXIT_OK
 
 
-def queued(*, ended: bool = False) -> list[Job]:
+def list_queued(*, ended: bool = False) -> list[Job]:
     """This user's jobs of this program in SLURM's order, with ``ended`` ones that SLURM still knows."""
     states = ["--states=all"] if ended else []
     jobs = []
@@ -99,7 +99,7 @@ def queued(*, ended: bool = False) -> list[Job]:
         folder = _run_of(comment, place)
         if folder is None:
             continue
-        run = listed(folder, sized=False)
+        run = list_run(folder, sized=False)
         is_running = state == "RUNNING"
         remaining = run.max_steps - run.step
         end_s = remaining * run.step_s if is_running and run.max_steps else math.nan
@@ -154,7 +154,7 @@ def _cells(job: Job) -> tuple[str, ...]:
         job.state.lower(),
         job.where,
         f"{run.step:,}{f'/{run.max_steps:,}' if run.max_steps else ''}",
-        numbers.fixed(run.loss, 4) if has_steps else numbers.MISSING,
+        numbers.fix_decimals(run.loss, 4) if has_steps else numbers.MISSING,
         numbers.MISSING if math.isnan(run.tokens_per_s) else numbers.count(run.tokens_per_s),
         numbers.duration(job.limit_s),
         numbers.duration(job.end_s),
@@ -169,7 +169,7 @@ def _job(name: str) -> tuple[str, Path | None]:
     if job:
         return job, None if exists(folder / POINTS) else log_of(folder, job)
     there = exists(folder)
-    known = queued(ended=True) if there or name.replace("_", "").isdigit() else []
+    known = list_queued(ended=True) if there or name.replace("_", "").isdigit() else []
     matches = [candidate for candidate in known if (candidate.run.folder == folder if there else candidate.job == name)]
     newest = max(matches, key=lambda candidate: int(candidate.job.partition("_")[0]), default=None)
     if newest is None:

@@ -22,7 +22,7 @@ from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, RunFolderErro
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.runs.latest import ROOT_KEY, is_run_folder, split_root
-from mgpu_pipe.runs.listing import Listed, config_and_metrics, delete_run, list_runs, listed
+from mgpu_pipe.runs.listing import Listed, config_and_metrics, delete_run, list_run, list_runs
 from mgpu_pipe.system.local_files import expand_home, is_folder
 
 DESCRIPTION = f"List the runs below {ROOT_KEY}=<folder> ({RunOptions.root}/), the newest first; delete some of them."
@@ -186,7 +186,7 @@ def _cell_text(value: object) -> str:
 def _find_named(folder: Path) -> Listed:
     if not is_run_folder(expand_home(folder)):
         raise RunFolderError(f"{folder}: not a run's folder; mgpu-pipe runs {ROOT_KEY}={folder} lists those below it")
-    return listed(expand_home(folder))
+    return list_run(expand_home(folder))
 
 
 def _seconds(text: str) -> float:
@@ -219,7 +219,7 @@ def _cells(run: Listed, extra: ExtraColumns) -> tuple[str, ...]:
     cells = (
         run.state,
         f"{run.step:,}",
-        numbers.fixed(run.loss, 4),
+        numbers.fix_decimals(run.loss, 4),
         numbers.MISSING if math.isnan(run.tokens_per_s) else numbers.count(run.tokens_per_s),
         run.strategy,
         _age(run),

@@ -32,7 +32,7 @@ def submit(words: list[str]) -> int:
 
         launcher = _launcher(composition.config.launch.type)
         if not composition.errors:
-            composition.config = launcher.settled(composition.config)
+            composition.config = launcher.fit_to_nodes(composition.config)
         config = check_composition(composition)
         alone = [*composition.flags, *composition.overrides]
         command_line = CommandLine(composition.overrides, command, alone, composition.swept, composition.local_options)
@@ -45,7 +45,7 @@ def submit(words: list[str]) -> int:
 
 
 def _launcher(name: str) -> Any:
-    """A launcher: ``settled(config)`` is for the nodes, ``hand_over(config, command_line, dry_run)`` submits."""
+    """The launcher's module: ``fit_to_nodes(config)`` is what the nodes run, ``hand_over`` submits it."""
     if name == "local":
         others = [other for other in plugins.LAUNCHERS if other != "local"]
         fix = f"use launch={' or launch='.join(others)}"

@@ -23,7 +23,7 @@ from mgpu_pipe.launch.slurm.script import ask, job_of
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.columns import print_columns, print_rows
 from mgpu_pipe.runs.latest import ROOT_KEY, split_root
-from mgpu_pipe.sweep.best import Trial, pareto, ranked, repeat_line
+from mgpu_pipe.sweep.best import Trial, pareto, rank_trials, repeat_line
 from mgpu_pipe.sweep.point import CANCELLED, ENDED_BADLY, FINISHED, RESUMABLE, RUNNING, WAITING, Point, local_pid
 from mgpu_pipe.sweep.store import Store, find, stores
 from mgpu_pipe.system.local_files import expand_home
@@ -321,7 +321,7 @@ def _print_best(store: Store, points: Sequence[Point]) -> bool:
 
 
 def _rank_trials(store: Store, points: Sequence[Point]) -> list[Trial]:
-    return ranked(points, store.spec["metrics"][0], store.spec["minimize"][0])
+    return rank_trials(points, store.spec["metrics"][0], store.spec["minimize"][0])
 
 
 def _enter_folder(store: Store) -> None:

@@ -154,19 +154,19 @@ def written(value: Any) -> Any:
     return value
 
 
-def escaped(value: Any) -> Any:
+def escape(value: Any) -> Any:
     """Like :func:`written`, with literal ``${`` escaped, so that reading restores the text."""
     if isinstance(value, EnvironmentText):
         return value.interpolation
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: "\\" * (2 * len(match[1]) + 1) + "${", value)
     if isinstance(value, Mapping):
-        return {key: escaped(item) for key, item in value.items()}
+        return {key: escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [escaped(item) for item in value]
+        return [escape(item) for item in value]
     return value
 
 
-def unescaped(text: str) -> str:
-    """Inverse of :func:`escaped` for a text; interpolations in it stay as written."""
+def unescape(text: str) -> str:
+    """Inverse of :func:`escape` for a text; interpolations in it stay as written."""
     return re.sub(r"(\\+)\$\{", lambda match: "\\" * (len(match[1]) // 2) + "${", text)

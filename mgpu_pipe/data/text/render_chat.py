@@ -51,7 +51,7 @@ from mgpu_pipe.data.text.preference_rows import (
     unread_columns,
     usual_pair,
 )
-from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
+from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limit_template, reason
 from mgpu_pipe.errors import BadInputError, DataError
 
 _TYPE = re.compile(r"""['"]type['"]|\.type\b""")
@@ -133,7 +133,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         if not _HAS_OWN_DATE.search(self.source):
             environment.globals["strftime_now"] = TODAY.strftime
-        with limited():
+        with limit_template():
             self._template = environment.from_string(self.source)
         self.notes = Notes()
         self._answers = AnswerFinder(self.render, self.special_tokens.get("eos_token", ""), self.stop_tokens)
@@ -157,7 +157,7 @@ class ChatTemplate:
     def writes_after_turn(self) -> bool:
         """Whether the template writes words after the last answer's turn that nothing asks for."""
         try:
-            with limited():
+            with limit_template():
                 return bool(self._answers.after_turn())
         except TemplateError:
             return False
@@ -209,7 +209,7 @@ class ChatTemplate:
     def _rendered_if_taken(self, messages: Sequence[Mapping[str, Any]], tools: object = None) -> str:
         """Renders trial messages; empty where the template refuses them."""
         try:
-            with limited():
+            with limit_template():
                 return self.render(messages, tools)
         except Exception:  # the template may need other roles, or tools
             return ""
@@ -267,7 +267,7 @@ class ChatTemplate:
             if any(token in content for token in self.placeholders):
                 message["content"] = spelled(content, self.placeholders)
         try:
-            with nullcontext() if rendered_before else limited(size):
+            with nullcontext() if rendered_before else limit_template(size):
                 return self._render(messages, tools, origin)
         except TemplateError as error:
             raise DataError(f"{origin}: the chat template refuses these messages: {reason(error)}") from error
@@ -321,7 +321,7 @@ class ChatTemplate:
     def prompt_with_starts(self, messages: Sequence[Mapping[str, Any]], tools: object = None) -> tuple[str, list[int]]:
         """Renders ``messages`` to be answered, and the starts of earlier answers; BadInputError if refused."""
         try:
-            with limited(sum(len(str(message.get("content"))) for message in messages)):
+            with limit_template(sum(len(str(message.get("content"))) for message in messages)):
                 text = self.render(messages, tools, prompt=True)
                 said = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
                 return text, self._starts(text, messages, tools, said)
@@ -331,7 +331,7 @@ class ChatTemplate:
     def turn_end(self) -> str | None:
         """Special token that ends the assistant's turn; None where the template writes none."""
         try:
-            with limited():
+            with limit_template():
                 return self._answers.turn_end()
         except TemplateError:
             return None
@@ -339,7 +339,7 @@ class ChatTemplate:
     def lead(self) -> str:
         """The spaces that the template itself writes between the generation prompt and an answer."""
         try:
-            with limited():
+            with limit_template():
                 return self._answers.lead()
         except TemplateError:
             return ""

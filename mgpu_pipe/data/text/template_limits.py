@@ -196,7 +196,7 @@ def _trimming(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_called_by(frame: FrameType | None, block: FrameType) -> bool:
-    """Whether the block of :func:`limited` called this frame's code, directly or not; entry and exit do not count."""
+    """Whether the block of :func:`limit_template` called this frame's code, directly or not; entry and exit do not count."""
     if frame is block:
         return False
     while frame is not None and frame is not block and frame.f_globals is not vars(contextlib):
@@ -205,7 +205,7 @@ def _is_called_by(frame: FrameType | None, block: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def limited(characters: int = 0) -> Iterator[None]:
+def limit_template(characters: int = 0) -> Iterator[None]:
     """Runs the block under the limits; only in the main thread, as signals require.
 
     Args:

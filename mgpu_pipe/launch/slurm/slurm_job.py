@@ -56,7 +56,7 @@ def _check_and_launch(folder: Path, again: Sequence[str]) -> int:
     from mgpu_pipe.launch.resume import restarts_without_progress
     from mgpu_pipe.launch.slurm.submit_job import SCRIPT
     from mgpu_pipe.runs import history
-    from mgpu_pipe.runs.latest import recorded
+    from mgpu_pipe.runs.latest import read_record
     from mgpu_pipe.runs.resume_command import CommandLine
 
     paths, node = RunPaths(folder), os.environ.get("SLURMD_NODENAME", socket.gethostname())
@@ -85,7 +85,7 @@ def _check_and_launch(folder: Path, again: Sequence[str]) -> int:
         export_time_limit(this_job())
     command_line = CommandLine(
         overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),
-        command=[str(word) for word in _as_list(recorded(folder).get("command"))],
+        command=[str(word) for word in _as_list(read_record(folder).get("command"))],
         again=again or ["sbatch", str(folder / SCRIPT)],
     )
     return launch(config, command_line).exit_code

@@ -67,7 +67,7 @@ class Submitted:
     folder: Path
 
 
-def settled(config: RunConfig) -> RunConfig:
+def fit_to_nodes(config: RunConfig) -> RunConfig:
     """``config`` with ``trainer.devices`` as a number for the nodes; ConfigError if it is unknown."""
     launch, trainer = slurm_keys(config.launch), config.trainer
     if trainer.devices != "auto":
@@ -141,7 +141,7 @@ def submit_batch_job(config: RunConfig, folder: Path, settings: str, module: str
     for error in launch.errors():
         raise error
     check_commands()
-    config = settled(replace(config, launch=launch))
+    config = fit_to_nodes(replace(config, launch=launch))
     _note_missing_gpus(launch, config.trainer)
     if "\\" in str(folder) or not str(folder).isprintable():
         fix = "use a folder without backslashes and control characters"
@@ -181,7 +181,7 @@ def submit(config: RunConfig, command_line: CommandLine) -> Submitted:
         folder = run_folder.settle(folder, config.checkpoint, command_line.alone)
         paths = folder.paths
         check_folder(config.run, paths.root)
-        if run_folder.completed(folder, config.trainer):
+        if run_folder.is_completed(folder, config.trainer):
             limit = run_folder.limit_reached(paths)
             value = getattr(config.trainer, limit)
             raise ConfigError(f"trainer.{limit}", value, "raise it to continue", "this run is complete")

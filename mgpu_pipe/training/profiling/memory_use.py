@@ -137,7 +137,7 @@ def rank_memory(looks: Sequence[Look], names: Sequence[str]) -> RankMemory:
     return RankMemory(used, max(look.reserved for look in looks), max(look.split for look in looks))
 
 
-def thinned(looks: Sequence[Look], names: Sequence[str], began: float) -> list[tuple[float, float, float, str]]:
+def thin_looks(looks: Sequence[Look], names: Sequence[str], began: float) -> list[tuple[float, float, float, str]]:
     """A timeline of at most :data:`POINTS` looks: from each stretch the one that used most."""
     size = -(-len(looks) // POINTS)
     kept_looks = [

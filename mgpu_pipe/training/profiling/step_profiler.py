@@ -38,7 +38,7 @@ from mgpu_pipe.training.profiling.device_trace import (
 )
 from mgpu_pipe.training.profiling.link_table import axis_of, suspects, verdict
 from mgpu_pipe.training.profiling.measure_hardware import measure_links
-from mgpu_pipe.training.profiling.memory_use import MemoryUse, RankMemory, phases_of, rank_memory, thinned
+from mgpu_pipe.training.profiling.memory_use import MemoryUse, RankMemory, phases_of, rank_memory, thin_looks
 from mgpu_pipe.training.profiling.rank_times import RankTimes, StepTimes
 from mgpu_pipe.training.profiling.step_watches import CollectiveWatch, MemoryWatch
 
@@ -248,7 +248,7 @@ class StepProfiler(Profiler):
         names = phases_of(looks, self._phases, self._memory.backward)
         ranks = [RankMemory(**values) for values in exchange_json(asdict(rank_memory(looks, names)), None)]
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
-        line = thinned(looks, names, self._began) if dist.get_rank() == fullest else []
+        line = thin_looks(looks, names, self._began) if dist.get_rank() == fullest else []
         return MemoryUse(self._device.type, ranks, fullest, exchange_json(line, None)[fullest])
 
     def _timeline(self) -> tuple[Sequence[Phase], Sequence[Blocked], Arrivals]:

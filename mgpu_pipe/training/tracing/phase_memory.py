@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged_bytes
 from mgpu_pipe.parallel.device_memory import OLDER, AllocationWatch
 from mgpu_pipe.system.compat.torch_private import in_backward_pass, schema_of, storage_key, tree_leaves
 
@@ -38,7 +38,7 @@ class Collectives:
                 raise NotImplementedError(f"{func} is not counted")
             size = group_size([leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)])
             largest = max(tensor.nbytes for tensor in tensors)
-            share = all_reduced(largest, size) if name == "allreduce" else exchanged(largest, size)
+            share = all_reduced(largest, size) if name == "allreduce" else exchanged_bytes(largest, size)
             self.calls[name] += 1
             self.sent[name] += largest if name == "send" else round(share)
         return name

@@ -315,7 +315,7 @@ def test_a_template_that_is_a_bad_program_is_refused_in_one_line(
 
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_a_template_with_one_endless_call_is_refused(name: str) -> None:
-    with pytest.raises(TemplateError), template_limits.limited():
+    with pytest.raises(TemplateError), template_limits.limit_template():
         ChatTemplate(ONE_CALL[name]).render(TALK)
 
 
@@ -331,12 +331,12 @@ def test_a_signal_while_the_block_is_left_keeps_no_limit() -> None:
             handler(signal.SIGPROF, frame)
 
     try:
-        with pytest.raises(TemplateError, match="ZeroDivisionError"), template_limits.limited():
+        with pytest.raises(TemplateError, match="ZeroDivisionError"), template_limits.limit_template():
             sys.setprofile(interrupt)
             assert 1 / 0
     finally:
         sys.setprofile(None)
-    assert {"__exit__", "limited"} <= set(calls)
+    assert {"__exit__", "limit_template"} <= set(calls)
     assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == limits
 
 
@@ -344,13 +344,13 @@ def test_a_template_that_counts_for_long_is_stopped(monkeypatch: pytest.MonkeyPa
     """Its loops end after some seconds where nothing stops them."""
     template = ChatTemplate("{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}")
     monkeypatch.setattr(template_limits, "SECONDS", 0.05)
-    with pytest.raises(TemplateError, match=r"takes more than 0\.05 s"), template_limits.limited():
+    with pytest.raises(TemplateError, match=r"takes more than 0\.05 s"), template_limits.limit_template():
         template.render(TALK)
 
 
 def test_a_signal_between_two_calls_of_the_block_is_passed_over() -> None:
     """An error there may come after the block's last line, where nothing takes the limits away."""
-    with template_limits.limited():
+    with template_limits.limit_template():
         handler = signal.getsignal(signal.SIGPROF)
         assert callable(handler)
         handler(signal.SIGPROF, sys._getframe())
