@@ -28,8 +28,9 @@ STORED = frozenset(
     }
 )
 """Fields whose names stand in the files of runs, by ``file.field``."""
-PLUG_IN_METHODS = frozenset({"of_data", "of_run"})
-"""Methods that packages of others define."""
+PARTICIPLE = re.compile("_[a-z]+ed")
+NO_PARTICIPLES = frozenset({"of_data", "of_run", "_deepspeed", "_seed", "_speed"})
+"""Methods that packages of others define, and names that only look like participles."""
 OPENINGS = re.compile(r"(As above|Of |What |Whether what|See the module|Likewise|The same)")
 
 
@@ -37,7 +38,7 @@ def places(file: Path) -> Iterator[tuple[int, str]]:
     """Line and word of every banned name and opening in a file."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         for name in _bound(node):
-            if (name.strip("_") in NAMES or _begins_with_of(node, name)) and f"{file.stem}.{name}" not in STORED:
+            if (name.strip("_") in NAMES or _is_no_verb(node, name)) and f"{file.stem}.{name}" not in STORED:
                 yield getattr(node, "lineno", 1), name
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
@@ -45,9 +46,11 @@ def places(file: Path) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 1), f'"{text.splitlines()[0][:60]}"'
 
 
-def _begins_with_of(node: ast.AST, name: str) -> bool:
-    """Whether a function's name begins with ``of_``, which says whose a thing is and not what."""
-    return isinstance(node, ast.FunctionDef) and name.strip("_").startswith("of_") and name not in PLUG_IN_METHODS
+def _is_no_verb(node: ast.AST, name: str) -> bool:
+    """Whether a function's name begins with ``of_``, or a private function's is a participle alone."""
+    if not isinstance(node, ast.FunctionDef) or name in NO_PARTICIPLES:
+        return False
+    return name.strip("_").startswith("of_") or PARTICIPLE.fullmatch(name) is not None
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

@@ -134,7 +134,7 @@ class _Unpacked(io.RawIOBase):
         self.stored, self._codec, self._member = stored, codec, member
         self._stream: Any = None
 
-    def _opened(self) -> Any:
+    def _open_codec(self) -> Any:
         if self._codec == "xz":
             import lzma
 
@@ -152,7 +152,7 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]  # a writable buffer, which typing cannot say
         if self._stream is None:
-            self._stream = _try_to(self._opened)
+            self._stream = _try_to(self._open_codec)
         part = _try_to(lambda: self._stream.read(len(buffer)))
         buffer[: len(part)] = part
         return len(part)

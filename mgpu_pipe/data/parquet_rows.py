@@ -44,7 +44,7 @@ def parquet_rows(path: Path, column: str, expected: Fingerprint | None = None) -
     Raises:
         DataError: the file cannot be read or holds no rows, or the column is missing or holds no text.
     """
-    with _opened(path, expected) as (file, size):
+    with _open_rows(path, expected) as (file, size):
         steps = _text_column(path, file.schema_arrow, column)
         rows, number = file.num_rows, 0
         first = column if column in file.schema_arrow.names else column.split(".")[0]
@@ -70,7 +70,7 @@ def parquet_lines(
         keep: for a column, a function from the bytes of a value to their replacement. Bytes of other columns become
             their UTF-8 text, or null.
     """
-    with _opened(path, expected) as (file, size):
+    with _open_rows(path, expected) as (file, size):
         rows, number, names = file.num_rows, 0, file.schema_arrow.names
         _warn_of_twins(path, names, names)
         kept_bytes, classed = keep or {}, [name for name in names if _class_names(file.schema_arrow, name)]
@@ -90,14 +90,14 @@ def parquet_lines(
 
 def check_column(path: Path, column: str) -> None:
     """Checks that a file opens and its column holds texts, without a row; errors: see :func:`parquet_rows`."""
-    with _opened(path, None) as (file, _):
+    with _open_rows(path, None) as (file, _):
         _text_column(path, file.schema_arrow, column)
 
 
 def class_names_of(path: Path, column: str) -> list[str]:
     """Names of the classes of a column by their numbers, from the features that the datasets library writes; empty
     without any."""
-    with _opened(path, None) as (file, _):
+    with _open_rows(path, None) as (file, _):
         return _class_names(file.schema_arrow, column)
 
 
@@ -151,7 +151,7 @@ class _Columns:
 
 
 @contextmanager
-def _opened(path: Path, expected: Fingerprint | None) -> Iterator[tuple[_Columns, int]]:
+def _open_rows(path: Path, expected: Fingerprint | None) -> Iterator[tuple[_Columns, int]]:
     """Opens a file with rows; returns it and its size in bytes."""
     if find_spec("pyarrow") is None:
         raise ConfigError("data.source", "parquet", "install pyarrow", "pyarrow is not installed")

@@ -78,7 +78,7 @@ def apply_fully_shard(
     _sum_gradients(root)
     for unit in units:
         if not unit.in_backward:
-            _sharded(unit).set_unshard_in_backward(False)
+            _sharded_module(unit).set_unshard_in_backward(False)
     if mesh.device_type != "cpu":  # a collective on the CPU ends before anything else begins
         _prefetch_forward(units, options.prefetch)
     return root
@@ -145,7 +145,7 @@ def _reshard(unit: FsdpUnit, options: ShardingOptions) -> bool:
     return not unit.keep if options.reshard_after_forward == "auto" else options.reshard_after_forward
 
 
-def _sharded(unit: FsdpUnit) -> FSDPModule:
+def _sharded_module(unit: FsdpUnit) -> FSDPModule:
     module = unit.modules[0]
     assert isinstance(module, FSDPModule)
     return module
@@ -153,9 +153,9 @@ def _sharded(unit: FsdpUnit) -> FSDPModule:
 
 def _prefetch_forward(units: Sequence[FsdpUnit], ahead: int) -> None:
     for index, unit in enumerate(units):
-        following = [_sharded(other) for other in units[index + 1 : index + 1 + ahead]]
+        following = [_sharded_module(other) for other in units[index + 1 : index + 1 + ahead]]
         if following:
-            _sharded(unit).set_modules_to_forward_prefetch(following)
+            _sharded_module(unit).set_modules_to_forward_prefetch(following)
 
 
 def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:

@@ -73,14 +73,14 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
             outcome = Outcome("failed", EXIT_FAILURE, 1, message=STOPPED)
         stopped = inbox.stop_requested
     if outcome.status != "finished":
-        return _failed(outcome, stopped)
+        return _print_failure(outcome, stopped)
     content = json.loads((paths.root / COMPARISON).read_text(encoding="utf-8"))
     worst = [Worst.from_dict(values) for values in content["worst"]]
     result = certificate(config_hash(config), overrides, small, dims, worst, content["comparisons"], environment)
     return _conclude(result, paths.root, title)
 
 
-def _failed(outcome: Outcome, stopped: bool) -> int:
+def _print_failure(outcome: Outcome, stopped: bool) -> int:
     if stopped or outcome.failure is None:
         print_line(f"error: {STOPPED if stopped else outcome.message}", file=sys.stderr)
         return EXIT_FAILURE

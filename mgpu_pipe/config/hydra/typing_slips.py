@@ -30,10 +30,10 @@ def typing_slip(argument: str) -> BadInputError | None:
         return BadInputError(f"{argument}: has {_name_letter(strange)} in its key; type the key again")
     plain = _plain(key if equals else argument, is_key=True) + (equals + _plain(value, is_key=False) if equals else "")
     if plain != argument:
-        changed = (letter for letter in argument if _typed(letter) != letter and letter not in plain)
+        changed = (letter for letter in argument if _normalise(letter) != letter and letter not in plain)
         strange = next(changed, None) or next(letter for letter in argument if letter.isspace())
         fix = f"type {plain}" if plain.isascii() else "type it again on a keyboard"
-        if (quoted := _quote(value)) and _typed(key) == key:
+        if (quoted := _quote(value)) and _normalise(key) == key:
             word = shlex.quote(f"{key}={quoted}")
             fix = f"quote the value, {word}" + ("" if "'" in plain or not plain.isascii() else f", or {fix}")
         problem = f"has {_name_letter(strange)}"
@@ -68,7 +68,7 @@ def _quote(value: str) -> str:
         or any(text[0] in TYPED for text in strange)
     ):
         return ""
-    if all(NUMBER.fullmatch(_typed(text)) for text in strange):
+    if all(NUMBER.fullmatch(_normalise(text)) for text in strange):
         return ""
     quoted = ",".join(f'"{text}"' if text in strange else text for text in texts)
     return f"[{quoted}]" if is_list else quoted
@@ -79,13 +79,13 @@ def _marks(text: str) -> str:
     return "".join("" if unicodedata.category(letter) == "Cf" else TYPED.get(letter, letter) for letter in text)
 
 
-def _typed(text: str) -> str:
+def _normalise(text: str) -> str:
     return unicodedata.normalize("NFKC", _marks(text))
 
 
 def _plain(text: str, is_key: bool) -> str:
     """Text as a keyboard types it; in a value letters of other scripts stay."""
-    marks, wide = _marks(text), _typed(text)
+    marks, wide = _marks(text), _normalise(text)
     return wide.strip() if is_key or wide.isascii() else marks
 
 

@@ -254,7 +254,7 @@ def conversation_of(
         (VIDEO, data.video_column, "videos"),
         (AUDIO, AUDIOS, "recordings"),
     ):
-        names, parts = _named(row, in_parts[place], origin, column, ALSO[place], keep), len(in_parts[place])
+        names, parts = _read_names(row, in_parts[place], origin, column, ALSO[place], keep), len(in_parts[place])
         if place not in taken and not names and not parts:
             continue
         kinds.append(place)
@@ -324,7 +324,7 @@ def _with_places(
     return {**message, "content": parts}
 
 
-def _named(
+def _read_names(
     row: dict[str, Any], in_parts: list[str | None], origin: str, column: str, also: str, keep: Keep
 ) -> list[str]:
     named_in_parts = [name for name in in_parts if name is not None]

@@ -132,7 +132,7 @@ class Pixels:
         image_module = pillow()
         cut, across, down, angle, mirrored = random.random(4), *random.uniform(-1, 1, 3), random.random()
         box = _crop(image.size, data.random_crop, cut) if data.random_crop < 1 else None
-        image = self._cropped(image, data.augment, random) if data.augment.crop_area else self.fitted(image, box)
+        image = self._crop_randomly(image, data.augment, random) if data.augment.crop_area else self.fitted(image, box)
         if data.turn or data.shift:
             moved = tuple(round(data.shift * share) for share in (across, down))
             # The corner's value fills the border: it is the background of most pictures that may be shifted.
@@ -143,7 +143,7 @@ class Pixels:
             image = image.transpose(image_module.Transpose.FLIP_LEFT_RIGHT)
         return augment(image, data.augment, random)
 
-    def _cropped(self, image: Image, keys: AugmentConfig, random: np.random.Generator) -> Image:
+    def _crop_randomly(self, image: Image, keys: AugmentConfig, random: np.random.Generator) -> Image:
         """Random crop, scaled to the final size of the whole picture."""
         box = random_crop_box(image.size, keys.crop_area, keys.crop_shape, random)
         return image.crop(box).resize(self.final_size(image), self._filter)

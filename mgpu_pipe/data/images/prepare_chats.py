@@ -171,7 +171,7 @@ class PreparedPictureChats(PreparedRows):
             for index in np.flatnonzero(~np.isnan(visuals.seconds[visuals.pictures])):
                 times = visuals.visual(int(visuals.pictures[index])).times(self.grid.frames)
                 lengths[index] = len(written.ids(self.video_token_id, places[index].tolist(), times))
-        return _summed(lengths - 1, visuals.offsets)
+        return _sums_between(lengths - 1, visuals.offsets)
 
     def written(self) -> PlaceholderTokens:
         """Placeholder tokens of pictures and videos, by size."""
@@ -184,7 +184,7 @@ class PreparedPictureChats(PreparedRows):
 
     def faults(self, split: Split) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which conversations of a split's folder have an unusable picture, and which others are too long."""
-        bad = _summed(self.places_in(split).prod(1) == 0, self.visual_index(split).offsets) > 0
+        bad = _sums_between(self.places_in(split).prod(1) == 0, self.visual_index(split).offsets) > 0
         return bad, (self.lengths(split) > self.seq_len) & ~bad
 
     def documents(self, split: Split) -> NDArray[np.int64]:
@@ -363,7 +363,7 @@ def _add_figures(known: PreparedPictureChats, data: PictureChatConfig, pixels: P
     )
 
 
-def _summed(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+def _sums_between(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sums of the values between consecutive offsets."""
     before = np.concatenate([[0], np.cumsum(values)])
     summed: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]

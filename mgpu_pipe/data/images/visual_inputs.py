@@ -234,7 +234,7 @@ class VisualIndex:
         there, of_file = (counts > 0) & (self.clips != SOUND), self.clips >= 0
         # An extra entry of zeros serves unusable pictures; frames of different sizes are unusable, too.
         known = np.concatenate([pictures, np.zeros((1, 2), np.int64)])
-        ranges = self._pictured(self.clips != -1)
+        ranges = self._frame_ranges(self.clips != -1)
         whole = [known[self.frames[begin:end]] if end > begin else known[-1:] for begin, end in ranges]
         sides = np.array([shape[0] if (shape == shape[0]).all() else (0, 0) for shape in whole], np.int64).reshape(
             -1, 2
@@ -244,7 +244,7 @@ class VisualIndex:
         places: NDArray[np.int64] = np.column_stack([times, sides])
         return np.where((there & sides.all(1))[:, None], places, 0)
 
-    def _pictured(self, of_file: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    def _frame_ranges(self, of_file: NDArray[np.bool_]) -> list[tuple[int, int]]:
         """Range of each visual's frames among those of pictures; empty for a video file's."""
         ends = np.where(of_file, self.starts[:-1], self.starts[1:])
         return list(zip(self.starts[:-1].tolist(), ends.tolist(), strict=True))

@@ -66,14 +66,14 @@ class AnswerFinder:
 
     def turn_end(self) -> str | None:
         """Special token that ends the assistant's turn; None where the template writes none."""
-        behind = self._answered().partition(SEEN)[2].lstrip()
+        behind = self._render_answer().partition(SEEN)[2].lstrip()
         ends = [token for token in self.special_tokens if token and behind.startswith(token)]
         return max(ends, key=len, default=None)
 
     def lead(self) -> str:
         """Spaces that the template writes between the generation prompt and an answer."""
         question, prompt = self.render([_QUESTION]), self.generation_prompt()
-        written = self._answered().partition(SEEN)[0].removeprefix(question)
+        written = self._render_answer().partition(SEEN)[0].removeprefix(question)
         lead = written.removeprefix(prompt) if prompt and written.startswith(prompt) else ""
         return lead if lead.isspace() else ""
 
@@ -175,12 +175,12 @@ class AnswerFinder:
         header of the next answer (Llama 3's first template)."""
         if self._more is None:
             end = self._turn_end()
-            more = self._answered().partition(SEEN)[2].partition(end)[2] if end else ""
+            more = self._render_answer().partition(SEEN)[2].partition(end)[2] if end else ""
             words = re.sub("|".join(map(re.escape, filter(None, self.special_tokens))), "", more) if more else ""
             self._more = more if words.strip() else ""
         return self._more
 
-    def _answered(self) -> str:
+    def _render_answer(self) -> str:
         return self.render([_QUESTION, {"role": "assistant", "content": SEEN}])
 
     def _part(self, messages: Messages, tools: object, prompt: bool = False) -> str | None:

@@ -96,7 +96,7 @@ def parts_of(
     """
     batch, tokenizer = samples.batch(indices, numbers), _tokenizer(prepared)
     if isinstance(prepared, PreparedLabelled):
-        return [_labelled(tokenizer, batch, row, prepared) for row in range(len(indices))]
+        return [_labelled_parts(tokenizer, batch, row, prepared) for row in range(len(indices))]
     if isinstance(prepared, PreparedPairs):
         return [_pair(tokenizer, batch, row) for row in range(len(indices))]
     if isinstance(prepared, PreparedEmbeddingPairs):
@@ -110,9 +110,9 @@ def parts_of(
     if isinstance(prepared, PreparedPreferences) and "lengths" in batch:
         return [_group(tokenizer, batch, row, 0) for row in range(len(indices))]
     if prepared.kind == "picture_chats":
-        rows = [_pictured(batch, row, prepared) for row in range(len(indices))]
-        return [_packed(tokenizer, row, 0, True) for row in rows]
-    return [_packed(tokenizer, batch, row, causal) for row in range(len(indices))]
+        rows = [_as_packed_row(batch, row, prepared) for row in range(len(indices))]
+        return [_packed_parts(tokenizer, row, 0, True) for row in rows]
+    return [_packed_parts(tokenizer, batch, row, causal) for row in range(len(indices))]
 
 
 def _tokenizer(prepared: Prepared) -> Tokenizer:
@@ -122,7 +122,7 @@ def _tokenizer(prepared: Prepared) -> Tokenizer:
     return Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
 
 
-def _packed(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, causal: bool) -> list[Part]:
+def _packed_parts(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, causal: bool) -> list[Part]:
     ids, labels, positions = (batch[name][row].numpy() for name in ("input_ids", "labels", "position_ids"))
     begins = positions == 0
     trained = labels != IGNORE_INDEX
@@ -138,7 +138,7 @@ def _packed(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, c
     return parts
 
 
-def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dict[str, torch.Tensor]:
+def _as_packed_row(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dict[str, torch.Tensor]:
     """Converts a conversation to a packed row: each picture one token, the padding a separate document."""
     ids = batch["input_ids"][row]
     pictures = (ids[:, None] == ids.new_tensor(prepared.placeholders)).any(1)
@@ -201,7 +201,7 @@ def _group(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, wa
     ]
 
 
-def _labelled(
+def _labelled_parts(
     tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, prepared: PreparedLabelled
 ) -> list[Part]:
     ids = batch["input_ids"][row][: int(batch["lengths"][row])].numpy()

@@ -172,9 +172,9 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
         """Renders ``messages``; with ``prompt`` begins the assistant's turn. TemplateError if the template refuses."""
-        return self._marked(messages, tools, prompt).replace(OPEN, "").replace(CLOSE, "")
+        return self._render_marked(messages, tools, prompt).replace(OPEN, "").replace(CLOSE, "")
 
-    def _marked(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
+    def _render_marked(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
         """Renders like :meth:`render`, with two marks around each of the template's ``generation`` blocks."""
         messages = [_with_reasoning(message) for message in messages]
         if self.arguments is not None:
@@ -280,7 +280,7 @@ class ChatTemplate:
         return [*unread_tools, *(f"{name} of messages" for name in unread)]
 
     def _render(self, messages: list[dict[str, Any]], tools: object, origin: str) -> Rendered:
-        full = self._marked(messages, tools)
+        full = self._render_marked(messages, tools)
         check_unicode(full, origin)
         self._note(messages, full, origin)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

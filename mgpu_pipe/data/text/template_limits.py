@@ -196,7 +196,10 @@ def _trimming(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_called_by(frame: FrameType | None, block: FrameType) -> bool:
-    """Whether the block of :func:`limit_template` called this frame's code, directly or not; entry and exit do not count."""
+    """Whether the block of :func:`limit_template` called this frame's code, directly or not.
+
+    Entry and exit of the block do not count.
+    """
     if frame is block:
         return False
     while frame is not None and frame is not block and frame.f_globals is not vars(contextlib):

@@ -67,7 +67,7 @@ def _merges(value: object) -> bool:
     )
 
 
-def _added(value: object) -> bool:
+def _is_added(value: object) -> bool:
     """Tokens added to the vocabulary, each with an id and a text."""
     flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
     if not isinstance(value, list):
@@ -107,7 +107,7 @@ Fields = Mapping[str, tuple[Test, str]]
 _ID = f"an id from 0 to {LARGEST_ID}"
 _TOKENIZER: Fields = {
     "model": (_object, "an object"),
-    "added_tokens": (_none_or(_added), "a list of objects, each with its own id and a text as content"),
+    "added_tokens": (_none_or(_is_added), "a list of objects, each with its own id and a text as content"),
     **dict.fromkeys(
         ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"),
         (_none_or(_object), "an object or null"),

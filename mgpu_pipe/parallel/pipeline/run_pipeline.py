@@ -189,22 +189,22 @@ class Pipeline:
                     stages,
                     self._after_weights,
                 )
-            self._schedules[key] = build_schedule(self.plan.schedule, stages, count, self._seeded), stages
+            self._schedules[key] = build_schedule(self.plan.schedule, stages, count, self._scale_loss), stages
         return self._schedules[key]
 
-    def _seeded(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _scale_loss(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return loss * self._seed
 
     def _train_stage(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         if self._measure and view.index not in self._left:
-            output = self._measured(view, received, batch)
+            output = self._run_measured(view, received, batch)
         else:
             output = self._forward(view, received, batch)
         if view.last:
             self._loss_sum += output.detach()
         return output
 
-    def _measured(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+    def _run_measured(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         gathered = gathered_bytes(self._model)
         with ForwardMeter(self._device) as meter:
             output = self._forward(view, received, batch)

@@ -214,7 +214,7 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def synchronize(self) -> None:
-        _synchronized()
+        _note_synchronize()
 
     def record(self, *_: Any) -> _Stream:
         return self
@@ -235,14 +235,14 @@ class _Stream:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _synchronized(*_: Any) -> None:
+def _note_synchronize(*_: Any) -> None:
     if FakeDevice.active is not None:
         FakeDevice.active.note_wait("synchronize")
 
 
 def stand_in() -> None:
     """Let ``torch.cuda`` answer as a fake GPU of 80 GiB."""
-    answer_for_cuda(_Stream, _synchronized, 80 << 30)
+    answer_for_cuda(_Stream, _note_synchronize, 80 << 30)
     prepare_fakes()
 
 
