@@ -171,24 +171,7 @@ def _build_files(
     Returns:
         The entries of the cache folder's manifest.
     """
-    looks = {
-        (entry.path, entry.part.offset if entry.part else None): known
-        for entry, known, fault in zip(listed, prints_of, faults, strict=True)
-        if known is not None and not fault
-    }
-    seen = scan_in_order(
-        [(*look, known) for look, known in looks.items()],
-        partial(_fault, channels=channels),
-        data.tokenize_workers,
-        progress,
-        "look",
-        pool_from=_POOL_FROM,
-    )
-    fault_of = dict(zip(looks, seen, strict=True))
-    faults = [
-        fault or fault_of[entry.path, entry.part.offset if entry.part else None]
-        for entry, fault in zip(listed, faults, strict=True)
-    ]
+    faults = _scan(data, listed, prints_of, faults, channels, progress)
     good = [entry for entry, fault in zip(listed, faults, strict=True) if not fault]
     known = [
         fingerprint
@@ -208,6 +191,35 @@ def _build_files(
     hashes = [document_hash(fingerprint.digest) for fingerprint in known]
     prepare_files = _write(out, [entry.label for entry in good], hashes, [list(entry) for entry in bad], content)
     return {**prepare_files, "pictures": len({(entry.path, entry.part) for entry in good})}
+
+
+def _scan(
+    data: ImageConfig,
+    listed: Sequence[Entry],
+    prints_of: Sequence[Fingerprint | None],
+    faults: Sequence[str],
+    channels: int,
+    progress: Progress,
+) -> list[str]:
+    """The fault of each entry, after decoding every picture that had none once; empty for a good picture."""
+    looks = {
+        (entry.path, entry.part.offset if entry.part else None): known
+        for entry, known, fault in zip(listed, prints_of, faults, strict=True)
+        if known is not None and not fault
+    }
+    seen = scan_in_order(
+        [(*look, known) for look, known in looks.items()],
+        partial(_fault, channels=channels),
+        data.tokenize_workers,
+        progress,
+        "look",
+        pool_from=_POOL_FROM,
+    )
+    fault_of = dict(zip(looks, seen, strict=True))
+    return [
+        fault or fault_of[entry.path, entry.part.offset if entry.part else None]
+        for entry, fault in zip(listed, faults, strict=True)
+    ]
 
 
 def _write(
