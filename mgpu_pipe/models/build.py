@@ -63,6 +63,11 @@ IGNORED_FIELDS = {
 """Fields of a folder's config.json to ignore: code and kernels to fetch and run, other folders, the type of numbers
 (``precision`` decides it, and old folders write ``torch.bfloat16``)."""
 
+MATCHES_TOKENS = "_matches_tokens"
+"""Attribute of a model whose attention starts on equal tokens, see ``objective.match_tokens`` of rerankers."""
+MATCHING_SHARE = 0.25
+"""Factor of the first embeddings of positions and text types of such a model, so that tokens outweigh them."""
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -95,6 +100,7 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
 def run_model(config: RunConfig) -> PreTrainedModel:
     """Model of a run on the meta device, of its objective's class, with adapters; see :func:`build_meta`."""
     model = build_meta(config.model, description(config.objective.name).model_class)
+    setattr(model, MATCHES_TOKENS, getattr(config.objective, "match_tokens", False))
     add_adapters(model, config.peft)
     for name in config.objective.untrained({name: value.numel() for name, value in model.named_parameters()}):
         model.get_parameter(name).requires_grad_(False)
@@ -164,11 +170,18 @@ def draw_parameter(
     if quantised is not None:
         packed = pack(model, name, recipe.draw(quantised, seed)).to(device)
         return packed if rows is None else packed[slice(*rows)]
-    source = tied_sources(model).get(name, name)
+    source, key, factor = tied_sources(model).get(name, name), name, 1.0
+    if getattr(model, MATCHES_TOKENS, False):
+        if name.endswith(".key.weight"):
+            source = key = name.removesuffix("key.weight") + "query.weight"
+        elif name.endswith((".position_embeddings.weight", ".token_type_embeddings.weight")):
+            factor = MATCHING_SHARE
     if rows is None:
-        whole = recipe.draw(source, seed, device, key=name)
-        return whole if whole.dim() else whole.reshape(1)
-    return recipe.draw_rows(source, seed, *rows, device, key=name)
+        values = recipe.draw(source, seed, device, key=key)
+        values = values if values.dim() else values.reshape(1)
+    else:
+        values = recipe.draw_rows(source, seed, *rows, device, key=key)
+    return values if factor == 1 else values.mul_(factor)
 
 
 def draw_adapters(model: PreTrainedModel, seed: int) -> None:

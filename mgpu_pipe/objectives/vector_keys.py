@@ -202,6 +202,8 @@ ACTIVATIONS: Mapping[RerankerLoss, str] = {
     "margin": "torch.nn.modules.linear.Identity",
 }
 """By what sentence-transformers makes a score of the model's output."""
+MATCHING_FAMILIES = ("bert", "electra")
+"""Families of ``objective.match_tokens``."""
 
 
 @dataclass
@@ -211,6 +213,18 @@ class RerankerConfig(OneOutputConfig):
     """binary: is each document right or wrong (cross-entropy, a mean over documents)? listwise: which of a query's
     documents is right (softmax over them, a mean over queries)? margin: is the positive above each negative (logistic
     loss of the difference, a mean over negatives)?"""
+    match_tokens: bool = False
+    """Start attention on equal tokens, for BERT and ELECTRA from nothing: keys get the first weights of queries, and
+    positions and text types small embeddings. Such a model compares two texts from the first step (mimetic
+    initialisation, arXiv:2305.09828)."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        errors = super().model_errors(fields)
+        if self.match_tokens and fields["model_type"] not in MATCHING_FAMILIES:
+            fix = f"leave it out, or use a model of {' or '.join(MATCHING_FAMILIES)}"
+            reason = f"the attention of {fields['model_type']} has no such start"
+            errors.append(ConfigError("objective.match_tokens", True, fix, reason))
+        return errors
 
     def untrained(self, sizes: Mapping[str, int]) -> list[str]:
         """The bias of the one output: it adds the same to all scores, on whose differences alone two losses depend."""
@@ -225,6 +239,9 @@ class RerankerConfig(OneOutputConfig):
         if column is not None:
             fix = "leave it out, or use objective=text_embedding objective.loss=margin_mse"
             errors.append(ConfigError("data.scores_column", column, fix, "objective=reranker reads no scores"))
+        if self.match_tokens and model.path is not None:
+            fix, reason = "leave it out, or model.path", "the weights of a folder are not drawn"
+            errors.append(ConfigError("objective.match_tokens", True, fix, reason))
         return errors
 
     def folder_files(self, data: DataConfig, width: int) -> Mapping[str, Any]:

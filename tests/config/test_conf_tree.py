@@ -93,6 +93,7 @@ NEEDS_MORE = {
     ("experiment", "sound_digits"),
     ("data", "git_files"),
     ("data", "embedding_pairs"),
+    ("experiment", "stdlib_rerank"),
     ("data", "stdlib_pairs"),
     ("data", "scored_pairs"),
     ("data", "sqlite"),

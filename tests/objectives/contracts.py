@@ -441,9 +441,10 @@ CONTRACTS = {
         "objective=reranker data=embedding_pairs model=bert_tiny",
         """
         1 exhaustive: strategy=single objective.loss=listwise
-        2: strategy=fsdp objective.loss=margin data.micro_batch_size=2; strategy=tp objective.loss=listwise
+        2: strategy=fsdp objective.loss=margin data.micro_batch_size=2;
+            strategy=tp objective.loss=listwise objective.match_tokens=true
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2;
-            strategy=zero3; strategy=ddp objective.loss=listwise; strategy=zero3 objective.loss=margin;
+            strategy=zero3; strategy=ddp objective.loss=listwise; strategy=zero3 objective.match_tokens=true;
             strategy=fsdp precision=bf16; strategy=fsdp peft=lora peft.train_also=[classifier.*];
             strategy=fsdp model.type=roberta model.config.pad_token_id=1; strategy=tp @electra; strategy=tp @camembert;
             strategy=tp @distilbert; strategy=fsdp @distilbert; strategy=zero3 @electra;

@@ -130,6 +130,8 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         peft=lora -> peft.train_also=[]: the new head of a classifier would stay untrained
         "data.query_prompt='find: '" -> data.query_prompt=find: : no program that loads the exported folder
         data=stdlib_text -> data.source=stdlib_text
+        model=llama_tiny model.config.pad_token_id=0 objective.match_tokens=true
+            -> objective.match_tokens=true: the attention of llama has no such start; leave it out, or use a model of
         """,
     ),
     (

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text.pair_template import adapt_to_pairs
-from mgpu_pipe.models.build import run_model
+from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.objectives.reranker import RerankerObjective, ranking_sums
 from mgpu_pipe.objectives.vector_keys import RERANKER, RerankerConfig, RerankerLoss
 from tests.data.text.test_pair_template import configured, rows_of, samples_of
@@ -148,6 +148,21 @@ def test_the_bias_is_not_trained_by_differences_of_scores(tmp_path: Path) -> Non
         model = run_model(prepare(config).complete(config))
         frozen[loss] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert frozen == {"binary": [], "listwise": ["classifier.bias"], "margin": ["classifier.bias"]}
+
+
+def test_attention_starts_on_equal_tokens(tmp_path: Path) -> None:
+    drawn = []
+    for matches in (False, True):
+        config = configured(tmp_path, rows_of(4), f"objective.match_tokens={matches}".lower())
+        drawn.append(materialise(run_model(prepare(config).complete(config)), 0, "cpu").state_dict())
+    plain, matched = drawn
+    small = ("position_embeddings.weight", "token_type_embeddings.weight")
+    for name, value in matched.items():
+        source = plain[name.replace("attention.self.key.weight", "attention.self.query.weight")]
+        assert torch.equal(value, source * (0.25 if name.endswith(small) else 1)), name
+    assert not all(torch.equal(value, plain[name]) for name, value in matched.items())
+    (error,) = RerankerConfig(match_tokens=True).data_errors(DataConfig(), ModelConfig(path="folder"))
+    assert "the weights of a folder are not drawn" in str(error)
 
 
 def ranked_rows(file: Path, number: int = 120) -> Path:

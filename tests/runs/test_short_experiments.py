@@ -20,6 +20,7 @@ from mgpu_pipe.data.text.generated import answers
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigErrors
+from tests.objectives.test_reranker import ranked_rows
 from tests.runs.test_chat_runs import until
 from tests.support.command import environment, mgpu, run_folder
 from tests.support.embedding_pairs import write_pairs
@@ -35,6 +36,17 @@ def test_four_steps_measure_the_search(cache: Path, tmp_path: Path) -> None:
     assert summary["status"] == "finished" and summary["model"]["class"] == "BertModel"
     metrics = summary["metrics"]
     assert 0 < metrics["val/recall@1"] <= metrics["val/mrr@10"] <= metrics["val/recall@10"] <= 1
+
+
+def test_four_steps_rank_what_was_mined(cache: Path, tmp_path: Path) -> None:
+    ranked_rows(tmp_path / "mined.jsonl")
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
+    small = ("data.global_batch_size=8", "data.micro_batch_size=4", "data.seq_len=24", "data.validation_fraction=0.25")
+    small = (*small, "model.config.vocab_size=384")
+    folder = run_folder(mgpu(cache, tmp_path, "experiment=stdlib_rerank", "trainer.devices=2", *short, *small))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and summary["model"]["class"] == "BertForSequenceClassification"
+    assert 0 < summary["metrics"]["val/accuracy"] <= summary["metrics"]["val/mrr@10"] <= 1
 
 
 def test_four_steps_measure_exact_match_and_show_answers(cache: Path, tmp_path: Path) -> None:
