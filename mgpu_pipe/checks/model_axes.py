@@ -223,7 +223,8 @@ def _widths(fields: Mapping[str, Any], cut: set[str], has_plan: bool) -> Iterabl
         hidden = _size(fields, "hidden_size")
         names = [name for name in FEED_FORWARDS if _size(fields, name)]
         if names:
-            yield names[0], _size(fields, names[0])
+            dense = [name for name in ("intermediate_size_mlp",) if _size(fields, name)]  # Llama 4's, next to experts
+            yield from ((name, _size(fields, name)) for name in (names[0], *dense))
         elif "n_inner" in fields and hidden:
             yield "4 * hidden_size", 4 * hidden
         return

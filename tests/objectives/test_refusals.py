@@ -222,6 +222,10 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         model=llama_tiny model.config={} -> llama
         model=internvl_tiny data.fit=crop -> data.fit=crop: the model sees pictures in tiles
         model=llama4_tiny data.min_pixels=64 -> data.min_pixels=64: a canvas has no fewest tiles
+        model=llama4_tiny model.config.vision_config.pixel_shuffle_ratio=0.3
+            -> model.config.vision_config.pixel_shuffle_ratio=0.3: a picture has 4 x 4 patches
+        model=llama4_tiny strategy=tp trainer.devices=2 model.config.text_config.intermediate_size_mlp=257
+            -> strategy.tp=2: it does not divide the feed-forward width, intermediate_size_mlp=257
         model=llama4_tiny data.max_pixels=60 -> data.max_pixels=60: a tile has 64 pixels
         model=internvl_tiny data.max_pixels=60 -> data.max_pixels=60: a tile has 64 pixels
         model=internvl_tiny model.config.vision_config.patch_size=8 -> downsample_ratio=0.5: a picture has 1 x

@@ -179,7 +179,8 @@ def picture_tokens_of(model: ModelConfig, size: int) -> int:
         return picture_places(str(vision_field(model, "model_type")), size // patch, field)
     except ValueError as error:
         name, reason = error.args
-        raise ConfigError(f"model.config.{name}", field(name), "use a divisor of the patches", reason) from error
+        part = "vision_config." if model_field_or_default(model, name) is None else ""
+        raise ConfigError(f"model.config.{part}{name}", field(name), "use a divisor of the patches", reason) from error
 
 
 @dataclass(frozen=True)
