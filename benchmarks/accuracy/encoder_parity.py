@@ -78,6 +78,7 @@ FAMILIES = {
     "Mistral 3": "published_2025 model=mistral3_tiny",
     "Qwen3-VL, mixture of experts": "own_sizes model=qwen3_vl_tiny @moe",
     "Qwen2.5-Omni's thinker": "pictures_and_recordings",
+    "Qwen3-Omni's thinker": "pictures_and_recordings @omni3",
     "Qwen2-Audio": "recordings",
     "Voxtral": "recordings model=voxtral_tiny",
 }
