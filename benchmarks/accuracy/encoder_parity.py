@@ -76,6 +76,7 @@ FAMILIES = {
     "Qwen3.5": "published_2025 model=qwen35_tiny",
     "InternVL": "published_2025 model=internvl_tiny",
     "Mistral 3": "published_2025 model=mistral3_tiny",
+    "Llama 4": "published_2025 model=llama4_tiny",
     "Qwen3-VL, mixture of experts": "own_sizes model=qwen3_vl_tiny @moe",
     "Qwen2.5-Omni's thinker": "pictures_and_recordings",
     "Qwen3-Omni's thinker": "pictures_and_recordings @omni3",
