@@ -1,6 +1,6 @@
 """Text embeddings over sentence-transformers: step, memory of a large batch, ``encode``; and towers that are dealt.
 
-- step: seconds and peak memory of a step on two processes over ``CachedMultipleNegativesRankingLoss`` with
+- step, peak: seconds and memory of a step on two processes over ``CachedMultipleNegativesRankingLoss`` with
   ``gather_across_devices=True`` in DistributedDataParallel. Both have the same weights, token ids, fused AdamW and
   clipping, and blocks alternate in the same processes. Their mini-batch counts texts; a micro-batch counts pairs.
 - batch: peak memory of a step on one process above the loaded model, over that of a batch of one micro-batch.
@@ -8,7 +8,7 @@
 - towers: work of the busiest of four ranks over the mean, and bytes sent over those of features and gradients.
 
 Each process has one thread. Peaks are bytes of tensors, from the building of the model on.
-``python -m benchmarks.speed.embeddings [step] [batch] [encode] [towers]``; each writes a file.
+``python -m benchmarks.speed.embeddings [step] [peak] [batch] [encode] [towers]``; each writes a file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sizes:
     pairs: tuple[int, ...] = (16, 32)
     seq_len: int = 64
     blocks: int = 2
-    steps: int = 3
+    steps: int = 5
     warm_up: int = 1
     large: int = 8192
     micro: int = 32
@@ -173,50 +173,79 @@ def their_block(config: Any, texts: int) -> tuple[list[float], list[float]]:
 Side = Callable[[int], tuple[list[float], list[float]]]
 
 
-def step_sides(folder: Path, sizes: Sizes) -> list[tuple[list[float], int, float]]:
-    """Of sentence-transformers, then of each size of micro-batches: seconds of steps, peak bytes and first loss."""
-    import torch.distributed as dist
-
-    from mgpu_pipe.parallel.device_memory import AllocationWatch
+def sides_of(folder: Path, sizes: Sizes) -> list[Side]:
+    """Sentence-transformers, then each size of micro-batches."""
 
     def config(pairs: int, steps: int) -> Any:
         return configured(folder, sizes.batch, pairs, WORLD, steps, sizes.seq_len)
 
-    sides: list[Side] = [lambda steps: their_block(config(sizes.pairs[0], steps), sizes.texts)]
-    sides += [lambda steps, pairs=pairs: own_block(config(pairs, steps)) for pairs in sizes.pairs]  # type: ignore[misc]
-    found: list[tuple[list[float], int, float]] = []
-    for side in sides:
+    def own(pairs: int) -> Side:
+        return lambda steps: own_block(config(pairs, steps))
+
+    return [lambda steps: their_block(config(sizes.pairs[0], steps), sizes.texts), *map(own, sizes.pairs)]
+
+
+def seconds_of_sides(folder: Path, sizes: Sizes) -> list[float]:
+    import torch.distributed as dist
+
+    sides = sides_of(folder, sizes)
+    found: list[list[float]] = [[] for _ in sides]
+    for _ in range(sizes.blocks):
+        for side, seconds in zip(sides, found, strict=True):
+            dist.barrier()
+            seconds += side(sizes.steps)[0][sizes.warm_up :]
+    return [statistics.median(seconds or [0.0]) for seconds in found]
+
+
+def peaks_of_sides(folder: Path, sizes: Sizes) -> list[tuple[int, float]]:
+    """Peak bytes and first loss of each side; the first of two steps keeps no graph."""
+    import torch.distributed as dist
+
+    from mgpu_pipe.parallel.device_memory import AllocationWatch
+
+    found = []
+    for side in sides_of(folder, sizes):
         dist.barrier()
         with AllocationWatch() as watch:
             _, losses = side(2)
-        found.append(([], watch.peak, losses[0] if losses else 0.0))  # the first step keeps no graph
-    for _ in range(sizes.blocks):
-        for side, (seconds, _, _) in zip(sides, found, strict=True):
-            dist.barrier()
-            seconds += side(sizes.steps)[0][sizes.warm_up :]
+        found.append((watch.peak, losses[0] if losses else 0.0))
     return found
 
 
-def time_steps(folder: Path, sizes: Sizes) -> None:
+def prepare_steps(folder: Path, sizes: Sizes) -> str:
+    """Writes and tokenizes the pairs; returns what both sides do."""
     from mgpu_pipe.data.prepare_data import prepare
 
-    write_pairs(folder / "pairs.jsonl", 2 * sizes.batch, sizes.seq_len)
+    write_pairs(folder / "pairs.jsonl", max(2, sizes.steps) * sizes.batch, sizes.seq_len)
     prepare(configured(folder, sizes.batch, sizes.pairs[0], WORLD, 1, sizes.seq_len))
-    by_rank = run_group(WORLD, step_sides, folder, sizes)
-    peaks = [max(rank[number][1] for rank in by_rank) / 1e6 for number in range(len(by_rank[0]))]
-    seconds, losses = [statistics.median(side[0]) for side in by_rank[0]], [side[2] for side in by_rank[0]]
-    assert max(losses) - min(losses) <= 1e-4 * max(losses), f"not the same loss: {losses}"
-    rows: list[list[Any]] = []
-    for pairs, own, peak in zip(sizes.pairs, seconds[1:], peaks[1:], strict=True):
-        name = f"micro-batches of {pairs} pairs"
-        rows.append([f"{name}: s a step", own, seconds[0], own / seconds[0], "at most 0.9"])
-        rows.append([f"{name}: peak MB", peak, peaks[0], peak / peaks[0], "at most 1.0"])
-    notes = (
+    return (
         f"BERT of {shape(sizes)}, without dropout, fp32, {WORLD} processes (gloo) of one thread; {sizes.batch} pairs a "
-        f"step, texts of {sizes.seq_len} tokens, their mini-batches of {sizes.texts} texts. Medians of "
-        f"{sizes.blocks * (sizes.steps - sizes.warm_up)} steps, blocks alternating."
+        f"step, texts of {sizes.seq_len} tokens, their mini-batches of {sizes.texts} texts."
     )
+
+
+def time_steps(folder: Path, sizes: Sizes) -> None:
+    notes = prepare_steps(folder, sizes)
+    theirs, *own = run_group(WORLD, seconds_of_sides, folder, sizes)[0]
+    rows: list[list[Any]] = [
+        [f"micro-batches of {pairs} pairs: s a step", seconds, theirs, seconds / theirs, "at most 0.9"]
+        for pairs, seconds in zip(sizes.pairs, own, strict=True)
+    ]
+    notes += f" Medians of {sizes.blocks * (sizes.steps - sizes.warm_up)} steps, blocks alternating."
     write("embeddings_step", "Embeddings over sentence-transformers' cached loss, two processes", rows, notes)
+
+
+def compare_peaks(folder: Path, sizes: Sizes) -> None:
+    notes = prepare_steps(folder, sizes)
+    by_rank = run_group(WORLD, peaks_of_sides, folder, sizes)
+    losses = [loss for _, loss in by_rank[0]]
+    assert max(losses) - min(losses) <= 1e-4 * max(losses), f"not the same loss: {losses}"
+    theirs, *own = (max(rank[side][0] for rank in by_rank) / 1e6 for side in range(len(losses)))
+    rows: list[list[Any]] = [
+        [f"micro-batches of {pairs} pairs: peak MB", peak, theirs, peak / theirs, "at most 1.0"]
+        for pairs, peak in zip(sizes.pairs, own, strict=True)
+    ]
+    write("embeddings_peak", "Peak memory over sentence-transformers' cached loss, two processes", rows, notes)
 
 
 def shape(sizes: Sizes) -> str:
@@ -231,12 +260,9 @@ def write(name: str, title: str, rows: list[list[Any]], notes: str) -> None:
 
 def batch_peak(folder: Path, batch: int, sizes: Sizes) -> float:
     """Peak bytes of two steps above the loaded model."""
-    import torch
-
     from mgpu_pipe.models.build import build_meta
     from mgpu_pipe.parallel.device_memory import AllocationWatch
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     config = configured(folder, batch, sizes.micro, 1, 2, sizes.seq_len)
     with AllocationWatch() as watch:
         own_block(config)
@@ -335,11 +361,12 @@ def deal_towers(folder: Path, sizes: Sizes) -> None:
 
 PARTS: dict[str, Callable[[Path, Sizes], None]] = {
     "step": time_steps,
+    "peak": compare_peaks,
     "batch": compare_batches,
     "encode": time_encode,
     "towers": deal_towers,
 }
-NARROW = {"hidden_size": 128, "intermediate_size": 512}
+NARROW = {"hidden_size": 64, "intermediate_size": 256}
 """Of the large batch: memory of features over that of activations does not depend on the width."""
 
 
