@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -45,6 +46,13 @@ _TIMES = (("start", "end"), ("start_time", "end_time"), ("begin", "end"), ("onse
 _QUOTED = r"""(?:'[^'\\]*'|"[^"\\]*")"""
 _PYTHON_LIST = re.compile(rf"\[\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*\s*\]")
 """A list of texts as Python prints it, and pandas writes it."""
+_USUAL_SUFFIXES = (
+    *(".jpg", ".JPG", ".jpeg", ".JPEG", ".png", ".PNG", ".webp", ".tif", ".tiff"),
+    *(".wav", ".WAV", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".mp4", ".webm"),
+)
+"""Suffixes of files that tables, such as Kaggle's, name by an id alone."""
+_MOST_NEAR = 1000
+"""Entries of a folder among which a missing file's folder is looked for."""
 LONGEST_NAME = 200
 """Characters of a file name in a message: the column may also hold captions or base64 pictures."""
 
@@ -119,7 +127,7 @@ def entries_of(
         unusable = unusable_files([path]) if skips else {}
         takes = keep or keep_nothing(path)
         read = partial(_list_rows, column=columns[file_key], takes=takes, whole=keep is not None)
-        make = partial(_entries_in, folder=path.parent, columns=columns, what=what, keep=takes)
+        make = partial(_entries_in, folder=path.parent, columns=columns, what=what, keep=takes, looks_near=not skips)
         for row in rows_of_files([path], unusable, read, make):
             entries = [_faulty(path, row)] if isinstance(row, Fault) else row
             for entry in entries:
@@ -148,9 +156,9 @@ def _faulty(path: Path, fault: Fault) -> Entry:
 
 
 def _entries_in(
-    line: str, origin: str, size: int, folder: Path, columns: Mapping[str, str], what: str, keep: Keep
+    line: str, origin: str, size: int, folder: Path, columns: Mapping[str, str], what: str, keep: Keep, looks_near: bool
 ) -> list[Entry]:
-    """Samples of a row; raises DataError where it names none."""
+    """Samples of a row; DataError where it names none. ``looks_near`` lets it name a folder of a missing file."""
     row = files.json_row(line, origin, *columns.values())
     files.require_columns(row, origin, {f"data.{name}": column for name, column in columns.items()})
     file_column, told_column = columns.values()
@@ -163,12 +171,37 @@ def _entries_in(
         raise DataError(f"{origin}: {error}; {files.FIX}") from error
     if not isinstance(named, str) or not named or "\0" in named:
         raise DataError(f"{origin}: the file is {_shorten(repr(named))}, not a path; {files.FIX}")
-    file = folder / named
+    file = find_named(folder, named)
     if not os.path.isfile(file):  # Path.is_file raises for too long names
-        raise DataError(f"{origin}: there is no file {folder / _shorten(named)}; {files.FIX}")
+        fix = fix_of_missing(folder, named) if looks_near else files.FIX
+        raise DataError(f"{origin}: there is no file {folder / _shorten(named)}; {fix}")
     seconds = _stated_seconds(row) if "audio_column" in columns else None
     labels = labels_of(row, told_column, origin, what)
     return [Entry(file, label, origin, fault=fault, seconds=seconds) for label, fault in labels]
+
+
+def find_named(folder: Path, name: str) -> Path:
+    """The file that a table in ``folder`` names: with Windows' separators, or without its suffix, where there is one
+    such file alone."""
+    file = folder / name
+    if ("\\" not in name and file.suffix) or os.path.exists(file):
+        return file
+    plain = folder / name.replace("\\", "/")
+    alike = [plain, *(Path(f"{plain}{suffix}") for suffix in _USUAL_SUFFIXES)]
+    there = [path for path in alike if os.path.isfile(path)]
+    return there[0] if len(there) == 1 else file
+
+
+def fix_of_missing(folder: Path, name: str) -> str:
+    """What to do about a file that a table in ``folder`` names and lacks, which may lie in a folder below or next to
+    it."""
+    for place in () if os.path.isabs(name) else (folder, folder.parent):
+        with suppress(OSError), os.scandir(place) as content:
+            near = sorted(entry.path for entry in islice(content, _MOST_NEAR) if entry.is_dir())
+            for other in map(Path, near):
+                if other != folder and os.path.isfile(find_named(other, name)):
+                    return f"paths are seen from the table's folder: put the table into {other}"
+    return files.FIX
 
 
 def _stated_seconds(row: Mapping[str, Any]) -> float | None:

@@ -360,8 +360,21 @@ def require_columns(row: Mapping[str, Any], origin: str, columns: Mapping[str, s
             raise missing_column(origin, key, column, list(row))
 
 
+_EXPORTS = {
+    frozenset({"images", "annotations"}): "it is COCO's: write a table with a row for each picture, its path and label",
+    frozenset({"data", "annotations"}): "it is Label Studio's: export JSON-MIN or CSV, and name its columns",
+    frozenset(
+        {"recording", "supervisions"}
+    ): "it is Lhotse's: write a table with a row for each recording and its text",
+}
+"""Columns that tell another program's export, and what to do."""
+
+
 def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:
     """Builds the error of a file without the configured column."""
+    for columns, advice in _EXPORTS.items():
+        if columns <= {*there}:
+            return DataError(f"{where}: has no column '{column}'; {advice}")
     if len(there) == 1 and (other := next((mark for mark in ";|" if mark in there[0]), None)):
         fix = f"its columns are set apart by {other!r}: write commas"
     elif _TABLE_ROW.search(where) and any(len(name) > LONGEST_NAME or name.isdecimal() for name in there):

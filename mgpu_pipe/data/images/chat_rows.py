@@ -19,7 +19,7 @@ from typing import Any
 
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, BadSampleError, Fault, rows_of_files, unusable_files
-from mgpu_pipe.data.file_lists import fault_of
+from mgpu_pipe.data.file_lists import fault_of, find_named, fix_of_missing
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.tables import LOOKED_AT, Keep, find_file, is_embedded, keep_nothing, row_lines
@@ -195,11 +195,11 @@ def read_chat_row(
         raise DataError(f"{origin}: a message contains a Unicode noncharacter (U+FDD3); {files.FIX}")
     is_anew = is_read_anew(row, data.messages_column, "chat") or bool(INSIDE.search(line))
     text, named, rates = conversation_of(row, origin, data, keep, taken)
-    pictures = tuple(folder / name for name, _ in named)
+    pictures = tuple(find_named(folder, name) for name, _ in named)
     videos, sounds = (tuple(kind == place for _, kind in named) for place in (VIDEO, AUDIO))
-    for picture, video in zip(pictures, videos, strict=True):
+    for picture, video, (name, _) in zip(pictures, videos, named, strict=True):
         if not missing and not is_file(picture) and not (video and is_folder(picture)):
-            raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
+            raise DataError(f"{origin}: there is no file {picture}; {fix_of_missing(folder, name)}")
     folders = [video and is_folder(picture) for picture, video in zip(pictures, videos, strict=True)]
     stated = iter(_rates_of(row, rates, sum(videos), origin) if any(folders) else [0.0] * sum(videos))
     rate_of = [next(stated) if video else 0.0 for video in videos]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from mgpu_pipe.architectures.find import families_with, family_of, sight_of
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.chat_sounds import chat_window, hears_sounds
 from mgpu_pipe.data.audio.decode_audio import soundfile
@@ -29,8 +30,12 @@ from mgpu_pipe.system.local_files import is_file
 def check_pictures(model: ModelConfig, data: DataConfig) -> None:
     """Checks packages, folders, lists, and that the model takes such pictures; ConfigErrors has all errors."""
     assert isinstance(data, ImageConfig)
-    checks: list[Callable[[], object]] = [*(pillow, lambda: Pixels.from_config(data, model)), lambda: check_rule(data)]
-    checks.append(lambda: check_augmentation(data))
+
+    def pixels() -> None:
+        if not model.path or local_folder(model.path).is_dir():  # another check names a missing folder
+            Pixels.from_config(data, model)
+
+    checks: list[Callable[[], object]] = [pillow, pixels, lambda: check_rule(data), lambda: check_augmentation(data)]
     layout = layout_of(data)
     if layout == "digits":
         checks.append(digits_file)

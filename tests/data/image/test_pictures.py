@@ -99,6 +99,10 @@ def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> No
         configured(tmp_path, f"data.paths=[{tmp_path}/list.csv]", source="image_list"),
         configured(tmp_path, f"data.paths=[{tmp_path}/list.jsonl]", *named, source="image_list"),
     ]
+    for form, change in (("windows", lambda path: path.replace("/", "\\")), ("ids", lambda path: path[:-4])):
+        rows = [f"{change(str(path))},{name}" for path, name in listed]
+        (tmp_path / f"{form}.csv").write_text("\n".join(["image,label", *rows]))
+        configs.append(configured(tmp_path, f"data.paths=[{tmp_path}/{form}.csv]", source="image_list"))
     found = [prepare(config) for config in configs]
     assert len({one.digest for one in found}) == 1
     assert read_prepared(json.loads(json.dumps(found[0].as_dict()))) == found[0]
@@ -117,6 +121,8 @@ def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> No
     ("content", "told"),
     [
         ("image,label\nnone.png,a\n", "list.csv:2: there is no file"),
+        ("image,label\n1,a\n", "paths are seen from the table's folder: put the table into "),
+        ('{"images": [], "annotations": []}', "has no column 'image'; it is COCO's: write a table"),
         ("picture,label\n0.png,a\n", "list.csv:2: has no column 'image'; set data.image_column to one that is there"),
         ("image|label\n0.png|a\n", "has no column 'image'; its columns are set apart by '|': write commas"),
         ("image,label\n0.png\n", "list.csv:2: has not as many columns as the first line"),
@@ -125,11 +131,21 @@ def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> No
     ],
 )
 def test_a_line_that_is_none_is_named(tmp_path: Path, content: str, told: str) -> None:
-    (tmp_path / "0.png").write_bytes(stored(noise(1)))
-    (tmp_path / "list.csv").write_text(content)
+    (tmp_path / "near").mkdir()
+    for place in ("0.png", "near/1.png"):
+        (tmp_path / place).write_bytes(stored(noise(1)))
+    table = tmp_path / ("list.json" if content[0] == "{" else "list.csv")
+    table.write_text(content)
     with pytest.raises(ConfigErrors) as refused:
-        preflight(configured(tmp_path, f"data.paths=[{tmp_path}/list.csv]", source="image_list"))
+        preflight(configured(tmp_path, f"data.paths=[{table}]", source="image_list"))
     assert told in str(refused.value)
+
+
+def test_a_missing_model_folder_is_the_only_error(tmp_path: Path) -> None:
+    root = folder_of_classes(tmp_path / "pictures", each=2)
+    with pytest.raises(ConfigErrors) as refused:
+        preflight(compose([*SHAPE[:3], "data=image_folder", f"data.paths=[{root}]", "model.path=/nowhere"])[0])
+    assert [error.key for error in refused.value.errors] == ["model.path"]
 
 
 @pytest.mark.slow
