@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -133,6 +134,25 @@ def store_labels(out: Path, labels: Sequence[str]) -> list[str]:
     numbers = {name: number for number, name in enumerate(names)}
     save_array(out / "labels.npy", np.array([numbers[name] for name in labels], np.int64))
     return names
+
+
+def note_of_several_classes(files: Path, labels: NDArray[np.int64], what: str) -> str:
+    """Notice of files of one content under several classes, as tables of boxes and copies give; empty without them.
+
+    Args:
+        files: cache file of the samples' paths; none is there for data that is made.
+        labels: number of each sample's class, (samples,).
+        what: names the files.
+    """
+    hashes = load_array(files.parent / "hashes.npy")
+    order = np.lexsort((labels, hashes))
+    hashes, labels = hashes[order], labels[order]
+    differs = (hashes[1:] == hashes[:-1]) & (labels[1:] != labels[:-1])
+    if not differs.any() or not files.is_file():
+        return ""
+    first = json.loads(files.read_text(encoding="utf-8"))["paths"][order[1:][differs][0]]
+    count = len(np.unique(hashes[1:][differs]))
+    return f"{count} {what} stand under several classes, and are trained on for each of them (first: {first})"
 
 
 def majority_accuracy(train: NDArray[np.int64], held_labels: NDArray[np.int64], data: DataConfig) -> float | None:

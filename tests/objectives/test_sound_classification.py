@@ -209,6 +209,15 @@ def test_segments_are_drawn_by_sample_in_training_and_the_middle_in_an_evaluatio
     assert "use at least" in refused(short)
 
 
+def test_a_recording_of_two_classes_is_named(tmp_path: Path) -> None:
+    need_speech()
+    write_wav(tmp_path / "0.wav", tones("ab", 1))
+    (tmp_path / "list.csv").write_text("path,label\n0.wav,a\n0.wav,b\n")
+    given = ("data=labelled_audio_list", f"data.paths=[{tmp_path / 'list.csv'}]", "data.validation_fraction=0")
+    known: Any = prepare(compose([*SOUNDS, *given, f"data.cache_dir={tmp_path / 'cache'}"])[0])
+    assert known.told.startswith("1 recordings stand under several classes") and known.told.endswith("0.wav)")
+
+
 def test_recordings_longer_than_the_window_need_a_segment(tmp_path: Path) -> None:
     need_speech()
     window = ("model=ast_tiny", "model.config.max_length=25", "data.sampling_rate=16000", "data.speed=0")

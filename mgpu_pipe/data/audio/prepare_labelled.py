@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.filter_bank import window_of
-from mgpu_pipe.data.audio.listen import Sound, frames_of, notes_of_folders, transcripts
+from mgpu_pipe.data.audio.listen import FILES, Sound, frames_of, notes_of_folders, transcripts
 from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds, bad_in, scan_recordings
 from mgpu_pipe.data.audio.speech_source import LabelledAudioConfig, speech_source
 from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.classes import class_fields, class_names, class_number, classes_in_digest
-from mgpu_pipe.data.prepared_splits import majority_accuracy
+from mgpu_pipe.data.prepared_splits import majority_accuracy, note_of_several_classes
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.token_store import load_array
 from mgpu_pipe.errors import ConfigError
@@ -136,6 +136,8 @@ def prepare_labelled_sounds(
     known, decided = _scan(model, data, progress, PreparedLabelledSounds, lambda text: [text])
     train, held_labels = known.labels("train"), known.labels("validation")
     majority = majority_accuracy(train, held_labels, data)
+    numbers = np.unique(transcripts(known.folder)[0], return_inverse=True)[1]
+    known = replace(known, told=note_of_several_classes(known.folder / FILES, numbers, "recordings"))
     return _add_counts(known, model, data, decided, set(train.tolist()), set(held_labels.tolist()), majority)
 
 
@@ -193,7 +195,7 @@ def _add_counts(
     available = len(known.chosen("validation"))
     has_held_paths = known.is_apart or known.fraction == 1
     missing = ", ".join(known.classes[number] for number in sorted(evaluated - trained))
-    notes = notes_of_folders(data)
+    notes = [*notes_of_folders(data), *([known.told] if known.told else [])]
     if missing:
         notes.append(f"no training recording has the class {missing}: it is evaluated and cannot be learnt")
     return known.with_counts(

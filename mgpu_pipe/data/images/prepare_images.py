@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -17,10 +17,10 @@ from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.classes import class_fields, class_names, classes_in_digest
 from mgpu_pipe.data.images.image_keys import ImageConfig, layout_of
-from mgpu_pipe.data.images.picture_files import CLASS_FOLDERS, entries, label_column_of, tar_entries, with_splits
+from mgpu_pipe.data.images.picture_files import CLASS_FOLDERS, FILES, entries, label_column_of, tar_entries, with_splits
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import LabelledImages, prepare_digits, prepare_files
-from mgpu_pipe.data.prepared_splits import PreparedSplits, majority_accuracy, stored_classes
+from mgpu_pipe.data.prepared_splits import PreparedSplits, majority_accuracy, note_of_several_classes, stored_classes
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.tables import keep_in
 from mgpu_pipe.data.text.token_store import load_array
@@ -79,6 +79,8 @@ def prepare_images(
     trained, evaluated = (set(scan.manifests[place]["labels"]) for place in (0, -1))
     known = PreparedImages(**scan.fields(), classes=class_names(model, data, trained, evaluated))
     classes = classes_in_digest(model, data, known.classes, trained | evaluated)
+    numbers = load_array(known.folder / "labels.npy")
+    known = replace(known, told=note_of_several_classes(known.folder / FILES, numbers, "pictures"))
     return add_figures(known, data, (classes, scan.seen), scan)
 
 
