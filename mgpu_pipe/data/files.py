@@ -377,7 +377,9 @@ def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> D
             return DataError(f"{where}: has no column '{column}'; {advice}")
     if len(there) == 1 and (other := next((mark for mark in ";|" if mark in there[0]), None)):
         fix = f"its columns are set apart by {other!r}: write commas"
-    elif _TABLE_ROW.search(where) and any(len(name) > LONGEST_NAME or name.isdecimal() for name in there):
+    elif _TABLE_ROW.search(where) and any(
+        len(name) > LONGEST_NAME or name.isdecimal() or "|" in name for name in there
+    ):
         return DataError(f"{where}: the first line of this table names no columns; put a line of names above it")
     elif TOKEN_IDS in there:
         fix = f"rows of token ids ({TOKEN_IDS}) are not read: give their texts, or write a data source that yields ids"

@@ -125,6 +125,7 @@ def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> No
         ('{"images": [], "annotations": []}', "has no column 'image'; it is COCO's: write a table"),
         ("picture,label\n0.png,a\n", "list.csv:2: has no column 'image'; set data.image_column to one that is there"),
         ("image|label\n0.png|a\n", "has no column 'image'; its columns are set apart by '|': write commas"),
+        ("LJ001|Hello, you|Hello, you\nLJ002|So, so|So, so\n", "names no columns; put a line of names above it"),
         ("image,label\n0.png\n", "list.csv:2: has not as many columns as the first line"),
         ("image,label\n0.png,\n", "list.csv:2: has no class"),
         ("image,label\n0.png,\u3000 \n", "list.csv:2: has no class"),
