@@ -193,8 +193,7 @@ def find_named(folder: Path, name: str) -> Path:
 
 
 def fix_of_missing(folder: Path, name: str) -> str:
-    """What to do about a file that a table in ``folder`` names and lacks, which may lie in a folder below or next to
-    it."""
+    """Fix of the error that ``folder`` has no file of this name: a folder near it that has such a file, if any."""
     for place in () if os.path.isabs(name) else (folder, folder.parent):
         with suppress(OSError), os.scandir(place) as content:
             near = sorted(entry.path for entry in islice(content, _MOST_NEAR) if entry.is_dir())
