@@ -302,8 +302,8 @@ CONTRACTS = {
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=zero2; strategy=pp; strategy=tp;
             strategy=fsdp @adapters; strategy=tp @whole; strategy=ddp @omni3 data.micro_batch_size=2;
             strategy=fsdp @omni3; strategy=zero3 @omni3; strategy=pp @omni3; strategy=tp @omni3;
-            strategy=tp @omni3 @whole
-        4 exhaustive: strategy=fsdp strategy.tp=2
+            strategy=tp @omni3 @whole; strategy=fsdp @omni3 @adapters
+        4 exhaustive: strategy=fsdp strategy.tp=2; strategy=fsdp strategy.tp=2 @omni3
         """,
     ),
     "recordings": Contract(
