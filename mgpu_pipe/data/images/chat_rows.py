@@ -32,13 +32,15 @@ from mgpu_pipe.data.text.conversations import (
     SHAREGPT,
     VIDEO,
     columns_read,
+    form_of,
     messages_of,
+    sides_of,
     spelled,
     tools_of,
     unused_columns,
 )
 from mgpu_pipe.data.text.earlier_versions import is_read_anew
-from mgpu_pipe.data.text.foreign_messages import ROLES
+from mgpu_pipe.data.text.foreign_messages import ROLES, with_lists
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.local_files import is_file, is_folder
 
@@ -243,7 +245,11 @@ def conversation_of(
     None where unstated."""
     in_parts: dict[str, list[str | None]] = {PLACE: [], VIDEO: [], AUDIO: []}
     rates = list[object]()
-    for column in (data.messages_column, SHAREGPT, "prompt", "completion"):
+    if form_of(row, data.messages_column, data.format) == "prompt_completion":
+        row = with_lists(row, sides_of(row), (), origin)
+    else:
+        row = with_lists(row, (), columns_read(row, data.messages_column, data.format), origin)
+    for column in (data.messages_column, SHAREGPT, *sides_of(row)):
         if isinstance(row.get(column), list):
             row[column] = [_with_places(message, in_parts, rates, origin, keep) for message in row[column]]
     messages = messages_of(row, origin, data.messages_column, data.format)

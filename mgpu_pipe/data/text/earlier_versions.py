@@ -64,10 +64,14 @@ def is_read_anew(row: dict[str, Any], column: str, kind: str) -> bool:
 
 
 def _holds_written_lists(row: dict[str, Any], column: str, kind: str) -> bool:
-    if kind == "chat":
-        return form_of(row, column) == "prompt_completion" and with_lists(row, sides_of(row), (), "") != row
-    answers = [name for name in (*SIDES, COMPLETION) if name in row]
-    return with_lists(row, answers, (column, *PROMPTS), "") != row
+    """Whether columns hold lists of messages as texts, which earlier versions trained as they are."""
+    if kind == "chat" and form_of(row, column) != "prompt_completion":
+        return False
+    answers = sides_of(row) if kind == "chat" else [name for name in (*SIDES, COMPLETION) if name in row]
+    try:
+        return with_lists(row, answers, () if kind == "chat" else (column, *PROMPTS), "") != row
+    except DataError:  # printed by Python
+        return True
 
 
 def _row(line: str, column: str) -> dict[str, Any]:

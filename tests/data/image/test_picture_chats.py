@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.data.images.chat_rows import rows_of
+from mgpu_pipe.data.images.chat_rows import read_chat_row, rows_of
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
 from mgpu_pipe.data.images.visual_inputs import VisualIndex
 from mgpu_pipe.data.prepare_data import prepare
+from mgpu_pipe.data.tables import keep_nothing
 from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_out_groups
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigErrors, DataError
@@ -215,3 +218,23 @@ def test_messages_of_another_column_are_checked(tmp_path: Path) -> None:
     chats(tmp_path)  # its pictures
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     preflight(chats(tmp_path, "data.messages_column=talk"))
+
+
+@pytest.mark.parametrize("form", ["messages", "sides"])
+def test_messages_may_be_written_as_json_texts(form: str, tmp_path: Path) -> None:
+    chats(tmp_path)  # its pictures
+    question = {"role": "user", "content": [{"type": "image", "image": "p/light/2.png"}, {"type": "text", "text": "a"}]}
+    sides = {"prompt": [question], "completion": [{"role": "assistant", "content": "b"}]}
+    columns = sides if form == "sides" else {"messages": [question, *sides["completion"]]}
+
+    def read(write: Callable[[object], str]) -> tuple[str, tuple[Path, ...]]:
+        line = json.dumps({name: write(messages) for name, messages in columns.items()})
+        row = read_chat_row(line, "f:1", 1, PictureChatConfig(), tmp_path, keep_nothing(tmp_path), missing=False)
+        return row.text, row.pictures
+
+    talk = [{**question, "content": "<image>a"}, *sides["completion"]]
+    assert read(json.dumps) == (json.dumps({"messages": talk}), (tmp_path / "p/light/2.png",))
+    with pytest.raises(
+        DataError, match=rf"^f:1: column '{next(iter(columns))}' holds messages as a text that is no JSON"
+    ):
+        read(str)

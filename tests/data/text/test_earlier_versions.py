@@ -104,6 +104,8 @@ def test_prompts_of_answers_that_lie_elsewhere_now_are_read_anew() -> None:
     assert is_read_anew({**written, "prompt": "What?"}, "messages", "preferences")
     assert is_read_anew({**sides, "prompt": "\n\nHuman: What?\n\nAssistant:"}, "messages", "preferences")
     assert is_read_anew({"instruction": "a", "output": "b", "context": "c"}, "messages", "chat")
+    for text in (json.dumps([ANSWER]), str([ANSWER])):
+        assert is_read_anew({"prompt": text, "completion": text}, "messages", "chat")
 
 
 def test_a_cache_that_cannot_be_written_still_answers(tmp_path: Path) -> None:
