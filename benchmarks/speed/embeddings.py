@@ -360,11 +360,11 @@ def deal_towers(folder: Path, sizes: Sizes) -> None:
 
 
 PARTS: dict[str, Callable[[Path, Sizes], None]] = {
-    "step": time_steps,
     "peak": compare_peaks,
+    "step": time_steps,
     "batch": compare_batches,
-    "encode": time_encode,
     "towers": deal_towers,
+    "encode": time_encode,
 }
 NARROW = {"hidden_size": 64, "intermediate_size": 256}
 """Of the large batch: memory of features over that of activations does not depend on the width."""

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint import save as save_module
-from mgpu_pipe.checkpoint import save as saving
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.selection import list_steps, newest_valid, prune
@@ -263,14 +262,14 @@ def test_a_save_after_one_that_was_killed_at_any_of_its_operations(
 def _record_in_processes(run: Path) -> list[Operation]:
     """A save by all processes; this process's operations."""
     with Recorder(run, process=dist.get_rank()) as recorder:
-        meet = saving.exchange_json
+        meet = save_module.exchange_json
 
         def counted(value: object, group: Any) -> list[Any]:
             replies = meet(value, group)
             recorder.epoch += 1
             return replies
 
-        saving.exchange_json = counted
+        save_module.exchange_json = counted
         save_seed(run, 20, 2)
     return recorder.operations
 

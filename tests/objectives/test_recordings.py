@@ -310,13 +310,13 @@ def test_tokens_stand_where_qwen_omni_puts_them(words: str) -> None:
     assert len(frames) and len(made["grids"][0]) and torch.equal(made["position_ids"][0], expected[:, 0].long())
 
 
-def gemma_sounds(model: Any, tokenizer: Any, heard: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
+def gemma_sounds(heard: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
     """The texts of recordings that Gemma 4's extractor has read, and the model's arguments."""
     masks = [mask[::2][::2] for mask in heard["input_features_mask"]]
     return [f"<|audio>{'<|audio|>' * int(mask.sum())}<audio|>" for mask in masks], dict(heard)
 
 
-def omni_sounds(model: Any, tokenizer: Any, heard: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
+def omni_sounds(heard: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
     """The same of Qwen3-Omni."""
     from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 
@@ -331,7 +331,7 @@ def hear_alone(model: Any) -> None:
 
     def each(features: torch.Tensor, mask: torch.Tensor, *_: Any, **__: Any) -> Any:
         heard = [encode(*pair, return_dict=True) for pair in zip(features[:, None], mask[:, None], strict=True)]
-        return SimpleNamespace(last_hidden_state=torch.cat([one.last_hidden_state for one in heard]))
+        return SimpleNamespace(last_hidden_state=torch.cat([output.last_hidden_state for output in heard]))
 
     model.model.get_audio_features = each
 
@@ -397,7 +397,7 @@ def test_a_family_hears_and_sees_as_its_maker_s_processor_and_model(
         made = model_inputs(family, made, ids == model.config.image_token_id)
         if waves:
             first, *rest = tokenizer.decode(ids[0]).split(token)
-            texts, heard = sounds_of(model, tokenizer, extractor(waves, return_tensors="pt", **called))
+            texts, heard = sounds_of(extractor(waves, return_tensors="pt", **called))
             filled = [f"{sound}{text}" for sound, text in zip(texts, rest, strict=True)]
             ids = torch.tensor([tokenizer(first + "".join(filled), add_special_tokens=False)["input_ids"]])
             made |= heard
