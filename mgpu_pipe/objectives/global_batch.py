@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.sample_group import SampleGroup
+from mgpu_pipe.parallel.random_streams import RandomState, streams_of
 
 Features = dict[str, torch.Tensor]
 
@@ -41,7 +43,7 @@ class MicroBatchShare:
     batch: Mapping[str, torch.Tensor]
     gradients: Features
     loss: torch.Tensor
-    random_state: torch.Tensor
+    random_state: RandomState
     graph: Features | None
 
 
@@ -79,19 +81,21 @@ class GlobalBatchObjective(Objective):
     ) -> None:
         device = next(self.model.parameters()).device
         training = torch.is_grad_enabled()
-        self._shares, graph = [], None
+        self._shares, graph, streams = [], None, streams_of(self.model)
+        same_draws = streams.also_without_graph if streams and training else nullcontext
         states, encoded = [], list[Features]()
         for number, batch in enumerate(batches, start=1):
-            states.append(_random_state(device))
-            with torch.set_grad_enabled(training and self._keeps_graph and number == len(batches)):
+            states.append(RandomState.read(self.model, device))
+            has_graph = training and self._keeps_graph and number == len(batches)
+            with torch.set_grad_enabled(has_graph), same_draws():
                 features = self.encode(batch)
                 if torch.is_grad_enabled():
-                    graph, states[-1] = features, _random_state(device)
+                    graph, states[-1] = features, RandomState.read(self.model, device)
             features = {name: values.detach() for name, values in features.items()}
             encoded.append(features if training else {**features, **self.pair_labels(batch)})
         self._keeps_graph = self._keeps_graph or training
         if not training:
-            _set_random_state(device, states[0])
+            states[0].restore(self.model, device)
         sizes = [len(next(iter(features.values()))) for features in encoded[:num_valid]]
         mine = {
             name: at_least_fp32(torch.cat([like[:0], *[features.pop(name) for features in encoded[:num_valid]]]))
@@ -151,7 +155,7 @@ class GlobalBatchObjective(Objective):
         share = self._shares.pop(0)
         if not torch.is_grad_enabled():
             return share.loss
-        _set_random_state(share.loss.device, share.random_state)
+        share.random_state.restore(self.model, share.loss.device)
         features = share.graph or self.encode(share.batch)
         products = [(at_least_fp32(features[name]) * part).sum() for name, part in share.gradients.items()]
         product = torch.stack(products).sum()
@@ -161,14 +165,3 @@ class GlobalBatchObjective(Objective):
 def at_least_fp32(values: torch.Tensor) -> torch.Tensor:
     """``values`` in float32 or more; integers as they are."""
     return values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
-
-
-def _random_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ STREAMS = "mgpu_random_streams"
 
 
 class RankStreams:
-    """The two random streams of this rank; outside of training steps nothing is switched.
+    """The two random streams of this rank. Passes without a graph switch them only in :meth:`also_without_graph`.
 
     Args:
         model: root module that stores the streams, for :func:`streams_of`.
@@ -60,7 +61,7 @@ class RankStreams:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._is_per_rank = False
+        self._is_per_rank = self._also_without_graph = False
         self._other: torch.Tensor | None = None
         model.__dict__[STREAMS] = self
 
@@ -74,14 +75,21 @@ class RankStreams:
     @torch.compiler.disable
     def use(self, per_rank: bool) -> None:
         """Switch to this rank's own stream, or to the shared one."""
-        if per_rank is self._is_per_rank or self._other is None or not torch.is_grad_enabled():
+        switches = torch.is_grad_enabled() or self._also_without_graph
+        if per_rank is self._is_per_rank or self._other is None or not switches:
             return
         state = self._state()
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._other, self._device)
-        else:
-            torch.set_rng_state(self._other)
+        _set_generator_state(self._device, self._other)
         self._is_per_rank, self._other = per_rank, state
+
+    @contextmanager
+    def also_without_graph(self) -> Iterator[None]:
+        """Lets passes without a graph draw the same random numbers as those with one."""
+        self._also_without_graph = True
+        try:
+            yield
+        finally:
+            self._also_without_graph = False
 
     @contextmanager
     def using(self, per_rank: bool) -> Iterator[None]:
@@ -143,7 +151,36 @@ class RankStreams:
         return run
 
     def _state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+        return _generator_state(self._device)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of a device's generator, and of the unused stream of a tensor-parallel rank."""
+
+    generator: torch.Tensor
+    other: torch.Tensor | None
+
+    @classmethod
+    def read(cls, model: nn.Module, device: torch.device) -> RandomState:
+        streams = streams_of(model)
+        return cls(_generator_state(device), None if streams is None else streams._other)
+
+    def restore(self, model: nn.Module, device: torch.device) -> None:
+        _set_generator_state(device, self.generator)
+        if (streams := streams_of(model)) is not None:
+            streams._other = self.other
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def streams_of(model: nn.Module) -> RankStreams | None:

@@ -109,6 +109,32 @@ def test_the_loss_over_the_global_batch_is_one_processs(name: str) -> None:
     assert difference**0.5 <= BOUND * sum(float(w.double().square().sum()) for w in weights.values()) ** 0.5
 
 
+ENCODED: list[Features] = []
+
+
+class RecordedTowers(TwoTowers):
+    def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
+        ENCODED.append(super().encode(batch))
+        return ENCODED[-1]
+
+
+def _encoded(case: Case, dims: ParallelDims) -> list[Features]:
+    ENCODED.clear()
+    trained(case, dims)
+    return [{name: values.detach() for name, values in features.items()} for features in ENCODED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(tp=2)])
+def test_both_encodings_drop_the_same_elements(dims: ParallelDims) -> None:
+    """In the first step, which encodes the last micro-batch again, then the first."""
+    case = replace(CASE, model="gpt2", dropout=0.5, micro_batches=2, steps=1, objective=RecordedTowers)
+    for first, last, last_again, first_again in run_processes(2, _encoded, case, dims):
+        for name in first:
+            assert not torch.equal(first[name], last[name])
+            assert torch.equal(first[name], first_again[name]) and torch.equal(last[name], last_again[name])
+
+
 def _evaluated(dims: ParallelDims, counts: list[int]) -> float:
     """Over all processes, of a step batch in which rank r has ``counts[r]`` samples, one a micro-batch."""
     rank, sums = dist.get_rank(), list[float]()
