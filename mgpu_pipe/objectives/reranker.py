@@ -166,20 +166,20 @@ class QueryDocuments(ChangedSamples):
         return cast(TextGroups, self.read)
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
-        return int(loss_terms(self._texts.ranges(indices)[1][:, 1:] > 0, self.loss).sum())
+        return int(loss_terms(self._texts.there(indices)[:, 1:], self.loss).sum())
 
     def positions(self, indices: NDArray[np.int64]) -> int:
         prepared = self._texts.prepared
         return len(indices) * (prepared.texts - 1) * prepared.seq_len
 
     def padding(self, indices: NDArray[np.int64]) -> int:
-        lengths = self._texts.ranges(indices)[1]
+        lengths = self._texts.ranges(indices, indices)[1]  # of other draws: numbers in the run are not known here
         rows = np.minimum(lengths[:, :1] + lengths[:, 1:] + self.template.more_tokens, self._texts.prepared.seq_len)
         return self.positions(indices) - int(rows[lengths[:, 1:] > 0].sum())
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Batch of the samples ``indices`` in the form of :mod:`mgpu_pipe.objectives.reranker`."""
-        start, length, _ = self._texts.ranges(indices)
+        start, length, _ = self._texts.ranges(indices, numbers)
         there = length[:, 1:] > 0
         rows = {
             (row, document): self._row(start[row, [0, document + 1]], length[row, [0, document + 1]])

@@ -100,6 +100,9 @@ class TextEmbeddingConfig(VectorConfig):
 
     def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
         column, key = getattr(data, "scores_column", None), "data.scores_column"
+        if number := getattr(data, "random_negatives", 0):
+            reason = "objective=text_embedding takes the other texts of the step as negatives"
+            return [ConfigError("data.random_negatives", number, "leave it out, or use objective=reranker", reason)]
         if not self.is_taught:
             fix, reason = "leave it out, or use objective.loss=margin_mse or kl", "objective.loss=in_batch reads none"
             return [ConfigError(key, column, fix, reason)] if column is not None else []

@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.loader import train_step_batches
+from mgpu_pipe.data.prepare_data import prepare
+from mgpu_pipe.topology import BatchPlan
 
 WORDS = ["the", "a", "cat", "dog", "runs", "over", "blue", "red", "house", "garden", "and", "then", "slowly", "sees"]
 CHATML = (
@@ -41,6 +47,16 @@ def text_files(tmp_path: Path, number: int = 20) -> RunConfig:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{index:03}.txt").write_text(sentences(index, 1 + 37 * index % 200), encoding="utf-8")
     return config(tmp_path, source="text_files", paths=[str(tmp_path / "corpus" / "**" / "*.txt")])
+
+
+def cut_batches(
+    config: RunConfig, view: Any, micro: int, ranks: int, start: int = 0, end: int = 4
+) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of all ranks from sample ``start`` to step ``end``, in the global order."""
+    config.data.micro_batch_size = micro
+    plan, prepared = BatchPlan.resolve(config.data, ranks), prepare(config)
+    by_rank = [list(train_step_batches(config, prepared, plan, rank, start, end, view)) for rank in range(ranks)]
+    return [batch for step in zip(*by_rank, strict=True) for rank in step for batch in rank.micro_batches]
 
 
 def write_jsonl(path: Path, rows: list[object]) -> Path:

@@ -174,6 +174,10 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
             -> objective.mask_margin=0.1: objective.loss=margin_mse
         objective=reranker
             -> data.scores_column=scores: objective=reranker reads no scores
+        data.random_negatives=3
+            -> data.random_negatives=3: objective=text_embedding takes the other texts of the step as negatives; leave
+        data=scored_pairs objective=text_similarity ~data.scores_column +data.random_negatives=3
+            -> data.random_negatives
         """,
     ),
     (

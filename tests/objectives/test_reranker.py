@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text.pair_template import adapt_to_pairs
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.objectives.reranker import RerankerObjective, ranking_sums
 from mgpu_pipe.objectives.vector_keys import RERANKER, RerankerConfig, RerankerLoss
+from tests.data.support import cut_batches
 from tests.data.text.test_pair_template import configured, rows_of, samples_of
 from tests.objectives.harness import (
     check_cuts,
@@ -163,6 +166,66 @@ def test_attention_starts_on_equal_tokens(tmp_path: Path) -> None:
     assert not all(torch.equal(value, plain[name]) for name, value in matched.items())
     (error,) = RerankerConfig(match_tokens=True).data_errors(DataConfig(), ModelConfig(path="folder"))
     assert "the weights of a folder are not drawn" in str(error)
+
+
+def test_random_negatives_are_those_of_the_sample(tmp_path: Path) -> None:
+    """However a batch is cut, so under any strategy and after a resume; other ones in each epoch."""
+    rows: list[dict[str, Any]] = [
+        {"query": f"w{at} w{at // 3}", "positive": f"w{at} w30", "negative": [f"w{at} w31"] * (at % 4 == 0)}
+        for at in range(20)
+    ]
+    rows += [{"query": "w29", "positive": f"w2{at} w32"} for at in range(4)]
+    given = ("data.random_negatives=3", "data.global_batch_size=8", "data.validation_fraction=0.2")
+    config, plain = configured(tmp_path, rows, *given), configured(tmp_path, rows, *given, "data.random_negatives=0")
+    tokenizer, prepared = AutoTokenizer.from_pretrained(tmp_path / "bert"), prepare(config)
+
+    def ranked(batch: dict[str, torch.Tensor]) -> list[tuple[str, list[str]]]:
+        """Query and documents of each sample."""
+        whole = [[tokenizer.decode(ids).split(" [SEP]") for ids in row] for row in batch["input_ids"]]
+        there = (batch["lengths"] > 0).tolist()
+        return [
+            (
+                row[0][0].removeprefix("[CLS] "),
+                [parts[1].strip() for parts, is_here in zip(row, known, strict=True) if is_here],
+            )
+            for row, known in zip(whole, there, strict=True)
+        ]
+
+    def drawn(micro: int, ranks: int, start: int = 0) -> list[tuple[str, list[str]]]:
+        batches = cut_batches(config, RerankerObjective.samples, micro, ranks, start, 12)
+        return [sample for batch in batches for sample in ranked(batch)]
+
+    samples = drawn(8, 1)
+    assert drawn(2, 2) == samples and drawn(4, 1, start=16) == samples[16:]
+    known, corpus = {query: set() for query, _ in samples}, set()
+    for row in rows:
+        if row["query"] in known:
+            known[row["query"]].add(row["positive"])
+            corpus |= {row["positive"], *row["negative"]} if "negative" in row else {row["positive"]}
+    seen: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+    for query, (positive, *others) in samples:
+        assert positive in known[query] and not known[query] & set(others)
+        assert len(set(others)) == len(others) and set(others) <= corpus, "of the split"
+        seen.setdefault((query, positive), set()).add(tuple(others))
+    assert {other for _, documents in samples for other in documents} == corpus
+    assert all(len(draws) > 3 for draws in seen.values()), "each epoch draws others"
+    every = np.arange(prepared.validation_samples)
+    held = [
+        ranked(RerankerObjective.samples(each, prepared.open(each, "validation")).batch(every, -1 - every))
+        for each in (config, replace(config, seed=config.seed + 1))
+    ]
+    assert held[0] == held[1] and all(len(documents) > 3 for _, documents in held[0])
+    assert not {query for query, _ in held[0]} & set(known)
+    own = RerankerObjective.samples(config, prepared.open(config, "train"))
+    batch = own.batch(every, every)
+    assert own.positions(every) - own.padding(every) == int(batch["lengths"].sum())
+    assert own.valid_units(every, every) == int(batch["terms"].sum())
+    assert prepared.digest != prepare(plain).digest
+    for number, split in ((30, "to train on"), (5, "held out")):
+        with pytest.raises(
+            ConfigError, match=rf"data\.random_negatives={number}: a query {split} has \d+ other documents"
+        ):
+            prepare(configured(tmp_path, rows, *given, f"data.random_negatives={number}"))
 
 
 def ranked_rows(file: Path, number: int = 120) -> Path:

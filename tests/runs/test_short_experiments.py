@@ -38,11 +38,11 @@ def test_four_steps_measure_the_search(cache: Path, tmp_path: Path) -> None:
     assert 0 < metrics["val/recall@1"] <= metrics["val/mrr@10"] <= metrics["val/recall@10"] <= 1
 
 
-def test_four_steps_rank_what_was_mined(cache: Path, tmp_path: Path) -> None:
-    ranked_rows(tmp_path / "mined.jsonl")
+def test_four_steps_rank_random_negatives(cache: Path, tmp_path: Path) -> None:
+    pairs = ("data=embedding_pairs", f"data.paths=[{ranked_rows(tmp_path / 'pairs.jsonl')}]")
     short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
     small = ("data.global_batch_size=8", "data.micro_batch_size=4", "data.seq_len=24", "data.validation_fraction=0.25")
-    small = (*small, "model.config.vocab_size=384")
+    small = (*small, *pairs, "model.config.vocab_size=384")
     folder = run_folder(mgpu(cache, tmp_path, "experiment=stdlib_rerank", "trainer.devices=2", *short, *small))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "finished" and summary["model"]["class"] == "BertForSequenceClassification"

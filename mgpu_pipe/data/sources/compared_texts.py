@@ -33,6 +33,9 @@ class EmbeddingPairsConfig(DataConfig):
     scores_column: str | None = field(default=None, metadata=CONTENT)
     """Name of a teacher's scores of a row, a list: the positive's, then each negative's, of any range;
     null: no scores. For objective.loss=margin_mse and kl (embedding_pairs)."""
+    random_negatives: int = field(default=0, metadata={**CONTENT, "at_least": 0})
+    """Negatives that each sample draws from all documents of its split, after those of its row (objective=reranker).
+    Each epoch draws others; each evaluation draws the same."""
     query_prompt: str | None = field(default=None, metadata=CONTENT)
     """Text before every query, such as 'query: '; the exported folder has it too."""
     document_prompt: str | None = field(default=None, metadata=CONTENT)
@@ -46,8 +49,8 @@ class EmbeddingPairsConfig(DataConfig):
         return f"texts of {self.seq_len} tokens, padded"
 
     def tokens(self) -> int:
-        """Tokens of a query and a positive with padding."""
-        return 2 * self.seq_len
+        """Tokens of a query, a positive and its random negatives with padding."""
+        return (2 + self.random_negatives) * self.seq_len
 
 
 @dataclass

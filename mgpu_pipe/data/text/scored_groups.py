@@ -15,7 +15,7 @@ from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.pair_columns import USUAL
 from mgpu_pipe.data.text.prepared_rows import open_values, prepare_values
-from mgpu_pipe.data.text.text_groups import PreparedTextGroups, TextGroups, Texts, prepare_groups
+from mgpu_pipe.data.text.text_groups import DrawnGroups, PreparedTextGroups, TextGroups, Texts, prepare_groups
 from mgpu_pipe.errors import ConfigError, DataError
 
 TEACHER_SCORES, SCORES = "teacher_scores", "scores"
@@ -30,7 +30,7 @@ class TaughtGroups(TextGroups):
 
     def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Adds ``scores``, float32 (rows, texts - 1), 0 for a text that a sample does not have."""
-        there, places = self.places(indices)
+        there, places = self.places(indices, numbers)
         scores = np.where(there, self._scores[places], 0.0)[:, 1:].astype(np.float32)
         return {**super().arrays(indices, numbers), "scores": scores}
 
@@ -60,6 +60,8 @@ class PreparedEmbeddingPairs(PreparedTextGroups):
     def samples(
         self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
     ) -> SampleSet:
+        if self.random_negatives:
+            return DrawnGroups(self, split, reopen, seed)
         return (TaughtGroups if self.has_scores else TextGroups)(self, split, reopen)
 
 
@@ -81,13 +83,15 @@ def prepare_embedding_pairs(
     """Prepares the pairs (:func:`mgpu_pipe.data.text.prepare_text.prepare`); or DataError if none can be compared."""
     known = prepare_groups(PreparedEmbeddingPairs, model, data, objective, progress)
     negative = getattr(data, "negative_column", USUAL[2])
-    if known.texts == 2 and negative != USUAL[2]:
+    if known.texts - known.random_negatives == 2 and negative != USUAL[2]:
         fix = "set it to the column of the negatives, or leave it out"
         raise ConfigError("data.negative_column", negative, fix, "no row has a text in a column of this name")
     if getattr(data, "scores_column", None) is not None:
         prepare_values(data, known, TEACHER_SCORES, _teacher_scores, progress)
         known = replace(known, has_scores=True)
-    if known.more_tokens is not None:
+    if known.random_negatives:
+        _require_documents(known, data)
+    elif known.more_tokens is not None:
         _require_negatives(known, data, objective)
     elif known.texts == 2 and 1 in (data.global_batch_size, known.train_samples):
         reason = "a pair has no text to tell from its positive, so its loss is always 0"
@@ -142,6 +146,16 @@ def _scores_of(documents: Iterable[Document]) -> list[float]:
     return [document.score for document in documents if document.score is not None]
 
 
+def _require_documents(known: PreparedEmbeddingPairs, data: DataConfig) -> None:
+    splits: dict[Split, str] = {"train": "to train on", "validation": "held out"}
+    for split, which in splits.items():
+        if len(known.documents(split)):
+            others = DrawnGroups(known, split, None, 0).fewest_others()
+            if others < known.random_negatives:
+                reason, fix = f"a query {which} has {max(others, 0)} other documents", "use fewer, or give more pairs"
+                raise ConfigError("data.random_negatives", known.random_negatives, fix, reason)
+
+
 def _require_negatives(known: PreparedEmbeddingPairs, data: DataConfig, objective: ObjectiveConfig) -> None:
     splits: dict[Split, str] = {"train": "to train on", "validation": "held out"}
     for split, which in splits.items():
@@ -150,5 +164,5 @@ def _require_negatives(known: PreparedEmbeddingPairs, data: DataConfig, objectiv
             pairs = pairs[known.evaluated_samples()]
         if len(pairs) and np.diff(Texts.open(known.folder_of(split)).first)[pairs].max() == 2:
             reason = f"no row {which} has a negative, which objective={objective.name} ranks below the positive"
-            fix = "give column 'negative', or add it by mgpu-pipe mine"
+            fix = "give column 'negative', add it by mgpu-pipe mine, or draw data.random_negatives=7"
             raise DataError(f"data.source={data.source}: {reason}; {fix}")

@@ -21,7 +21,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import LengthLimit
 from mgpu_pipe.data.cache import Progress, build_once
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.samples import Split
+from mgpu_pipe.data.samples import Split, random_of
 from mgpu_pipe.data.text.cut_texts import special_ends
 from mgpu_pipe.data.text.pair_template import pair_template
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples, prepare_rows
@@ -85,12 +85,12 @@ class TextGroups(RowSamples):
         return len(indices) * self.prepared.texts * self.seq_len
 
     def padding(self, indices: NDArray[np.int64]) -> int:
-        return self.positions(indices) - int(np.minimum(self.ranges(indices)[1], self.seq_len).sum())
+        return self.positions(indices) - int(np.minimum(self.ranges(indices, indices)[1], self.seq_len).sum())
 
     def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """int64 arrays: ``input_ids``, (rows, texts, seq_len); ``lengths`` and ``text_numbers``, (rows, texts), 0 for a
         text that a sample does not have."""
-        (start, length, number), room = self.ranges(indices), self.seq_len
+        (start, length, number), room = self.ranges(indices, numbers), self.seq_len
         place, lengths = np.arange(room), np.minimum(length, room)
         # The last special tokens of a cut text stay at its end.
         skipped = np.where(place >= room - self.prepared.last_tokens, np.maximum(length - room, 0)[..., None], 0)
@@ -101,16 +101,69 @@ class TextGroups(RowSamples):
             "text_numbers": number,
         }
 
-    def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Whether a sample has each text, and the text's number in the store, (rows, texts); 0 for missing texts."""
-        place = np.arange(self.prepared.texts)
-        there = place < self._count[indices][:, None]
-        return there, np.where(there, self._first[indices][:, None] + place, 0)
+    def there(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether a sample has each text, (rows, texts)."""
+        counts = self._count[indices] + self.prepared.random_negatives
+        return np.arange(self.prepared.texts) < counts[:, None]
 
-    def ranges(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    def places(
+        self, indices: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Whether a sample has each text, and the text's number in the store, (rows, texts); 0 for missing texts."""
+        there = self.there(indices)
+        return there, np.where(there, self._first[indices][:, None] + np.arange(self.prepared.texts), 0)
+
+    def ranges(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """Start, length and number of each text, (rows, texts); length and number are 0 for missing texts."""
-        texts, (there, places) = self._texts, self.places(indices)
+        texts, (there, places) = self._texts, self.places(indices, numbers)
         return texts.start[places], np.where(there, texts.length[places], 0), np.where(there, texts.number[places], 0)
+
+
+class DrawnGroups(TextGroups):
+    """Queries with texts drawn at random from all documents of the split, after the texts of the row.
+
+    Draws depend on the seed and the sample's number in the run; those of held-out samples are the same in every run. A
+    draw is no text of the row and no positive of a row with the same query.
+    """
+
+    def __init__(self, prepared: PreparedTextGroups, split: Split, reopen: Any, seed: int) -> None:
+        super().__init__(prepared, split, reopen)
+        self._seed, number = seed, self._texts.number
+        is_here = np.zeros(len(self._texts.first) - 1, np.bool_)
+        is_here[self.documents] = True
+        is_document = np.repeat(is_here, np.diff(self._texts.first))
+        is_document[self._texts.first[:-1]] = False  # queries
+        documents = np.flatnonzero(is_document)
+        self._contents, unique = np.unique(number[documents], return_index=True)
+        self._corpus = documents[unique]
+        pairs = np.unique(np.stack([number[self._first], number[self._first + 1]], 1), axis=0)
+        self._queries, self._positives = pairs[:, 0], pairs[:, 1]
+
+    def fewest_others(self) -> int:
+        """Number of documents that every query of the split can draw from, at least."""
+        queries = self._texts.number[self._first]
+        positives = np.searchsorted(self._queries, queries, "right") - np.searchsorted(self._queries, queries)
+        return len(self._corpus) - int((positives + self._count - 2).max(initial=0))
+
+    def places(
+        self, indices: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        there, places = super().places(indices, numbers)
+        for row, (index, number) in enumerate(zip(indices.tolist(), numbers.tolist(), strict=True)):
+            end = int(self._count[index])
+            places[row, end : end + self.prepared.random_negatives] = self._draw(index, number)
+        return there, places
+
+    def _draw(self, index: int, number: int) -> NDArray[np.int64]:
+        """Numbers of the drawn texts in the store, (random_negatives,)."""
+        first, count = self._first[index], self.prepared.random_negatives
+        own = self._texts.number[first : first + self._count[index]]
+        begin, end = (np.searchsorted(self._queries, own[0], side) for side in ("left", "right"))
+        refused = np.concatenate([own, self._positives[begin:end]])
+        candidates = min(count + len(refused), len(self._corpus))
+        random = random_of(self._seed if number >= 0 else 0, number)
+        drawn = random.choice(len(self._corpus), candidates, replace=False)
+        return self._corpus[drawn[~np.isin(self._contents[drawn], refused)][:count]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +175,8 @@ class PreparedTextGroups(PreparedRows):
     samples_class: ClassVar[type[RowSamples]] = TextGroups
 
     texts: int = 0
-    """Texts of a sample: query, positive, and as many negatives as the row with most has."""
+    """Texts of a sample: query, positive, as many negatives as the row with most has, and those drawn at random."""
+    random_negatives: int = 0
     last_tokens: int
     """Special tokens at the end of a text, which a cut leaves there."""
     num_pairs: int = 0
@@ -168,11 +222,12 @@ def prepare_groups(
     least = last_tokens + 2 if template is None else template.specials + 2
     if known.seq_len < least:
         raise ConfigError("data.seq_len", known.seq_len, f"use at least {least}", "a text has special tokens")
-    every = [Texts.open(folder) for folder in known.folders]
+    every, drawn = [Texts.open(folder) for folder in known.folders], getattr(data, "random_negatives", 0)
     pairs, tokens = known.count()
     known = replace(
         known,
-        texts=max(texts.most for texts in every),
+        texts=max(texts.most for texts in every) + drawn,
+        random_negatives=drawn,
         last_tokens=last_tokens,
         num_pairs=pairs,
         num_texts=sum(len(texts.start) for texts in every),
@@ -180,7 +235,8 @@ def prepare_groups(
         more_tokens=None if template is None else template.more_tokens,
     )
     rule, joined = [known.on_too_long] if known.count_long() else [], ["joined"] if is_joined else []
-    return known.with_samples(data, (known.seq_len, known.padding_token_id, *rule, *joined))
+    random = ["random_negatives", drawn] if drawn else []
+    return known.with_samples(data, (known.seq_len, known.padding_token_id, *rule, *joined, *random))
 
 
 def _last_tokens(tokenizer_folder: Path) -> int:

@@ -16,11 +16,10 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.augment import RAND_OPERATORS, augment, erase, rand_operator, random_crop_box, turn_hue
 from mgpu_pipe.data.images.image_keys import AugmentConfig
-from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
-from mgpu_pipe.topology import BatchPlan
+from tests.data.support import cut_batches
 from tests.support.pictures import folder_of_classes, noise
 
 MODEL = ("model=vit_tiny", "model.config.num_channels=3", "model.config.image_size=16", "model.config.patch_size=4")
@@ -148,12 +147,7 @@ def test_any_number_of_ranks_and_a_resume_see_the_same_pictures(tmp_path: Path) 
 
     def pictures(micro: int, ranks: int, start: int = 0, chosen: RunConfig = config) -> dict[str, torch.Tensor]:
         """Every field of four steps, in the global order."""
-        chosen.data.micro_batch_size = micro
-        plan, view = BatchPlan.resolve(chosen.data, ranks), ImageClassificationObjective.samples
-        by_rank = [
-            list(train_step_batches(chosen, prepare(chosen), plan, rank, start, 4, view)) for rank in range(ranks)
-        ]
-        batches = [batch for step in zip(*by_rank, strict=True) for rank in step for batch in rank.micro_batches]
+        batches = cut_batches(chosen, ImageClassificationObjective.samples, micro, ranks, start)
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
     whole, resumed = pictures(8, 1), pictures(2, 2, start=16)
