@@ -157,13 +157,13 @@ class DrawnGroups(TextGroups):
     def _draw(self, index: int, number: int) -> NDArray[np.int64]:
         """Numbers of the drawn texts in the store, (random_negatives,)."""
         first, count = self._first[index], self.prepared.random_negatives
-        own = self._texts.number[first : first + self._count[index]]
-        begin, end = (np.searchsorted(self._queries, own[0], side) for side in ("left", "right"))
-        refused = np.concatenate([own, self._positives[begin:end]])
+        contents = self._texts.number[first : first + self._count[index]]
+        begin, end = (np.searchsorted(self._queries, contents[0], side) for side in ("left", "right"))
+        refused = np.concatenate([contents, self._positives[begin:end]])
         candidates = min(count + len(refused), len(self._corpus))
         random = random_of(self._seed if number >= 0 else 0, number)
-        drawn = random.choice(len(self._corpus), candidates, replace=False)
-        return self._corpus[drawn[~np.isin(self._contents[drawn], refused)][:count]]
+        choice = random.choice(len(self._corpus), candidates, replace=False)
+        return self._corpus[choice[~np.isin(self._contents[choice], refused)][:count]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +222,12 @@ def prepare_groups(
     least = last_tokens + 2 if template is None else template.specials + 2
     if known.seq_len < least:
         raise ConfigError("data.seq_len", known.seq_len, f"use at least {least}", "a text has special tokens")
-    every, drawn = [Texts.open(folder) for folder in known.folders], getattr(data, "random_negatives", 0)
+    every, negatives = [Texts.open(folder) for folder in known.folders], getattr(data, "random_negatives", 0)
     pairs, tokens = known.count()
     known = replace(
         known,
-        texts=max(texts.most for texts in every) + drawn,
-        random_negatives=drawn,
+        texts=max(texts.most for texts in every) + negatives,
+        random_negatives=negatives,
         last_tokens=last_tokens,
         num_pairs=pairs,
         num_texts=sum(len(texts.start) for texts in every),
@@ -235,7 +235,7 @@ def prepare_groups(
         more_tokens=None if template is None else template.more_tokens,
     )
     rule, joined = [known.on_too_long] if known.count_long() else [], ["joined"] if is_joined else []
-    random = ["random_negatives", drawn] if drawn else []
+    random = ["random_negatives", negatives] if negatives else []
     return known.with_samples(data, (known.seq_len, known.padding_token_id, *rule, *joined, *random))
 
 
