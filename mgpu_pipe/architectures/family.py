@@ -107,9 +107,11 @@ Role = Literal[
     "waveform_encoder",
     "sound_classifier",
     "transcriber",
+    "token_matcher",
 ]
 """Roles that only tested families have. ``two_towers``: pictures and captions, of which a ``picture_tower`` and a
-``text_tower`` may be of other families; ``chat_tower``: the vision tower of a language model."""
+``text_tower`` may be of other families; ``chat_tower``: the vision tower of a language model; ``token_matcher``: its
+attention can start on equal tokens (``objective.match_tokens``)."""
 
 
 Recordings = Literal["", "window", "silence", "chunks", "seconds", "frames"]

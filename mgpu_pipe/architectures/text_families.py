@@ -26,7 +26,9 @@ _OWN: Mapping[str, Family] = {
     "afmoe": Family(experts="num_experts"),
     "arcee": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", "mlp_bias", gated=False)),
     "bailing_hybrid": Family(experts="num_experts"),
-    "bert": Family(modules=styles_of("Bert"), stages=None, roles=(*ENCODER, "text_tower"), causal_if="is_decoder"),
+    "bert": Family(
+        modules=styles_of("Bert"), stages=None, roles=(*ENCODER, "text_tower", "token_matcher"), causal_if="is_decoder"
+    ),
     "biogpt": Family(packing="mask", stages=Stages(norm="layer_norm", added=("embed_positions",))),
     "bitnet": Family(stages=Stages()),
     "bloom": Family(
@@ -76,7 +78,9 @@ _OWN: Mapping[str, Family] = {
     # Doge: masks have weights for each head, which tensor parallelism does not cut; routers reshape their logits
     # across the tokens of a micro-batch.
     "doge": Family(tensor=False, mixes_tokens="is_moe"),
-    "electra": Family(modules=styles_of("Electra"), stages=None, roles=ENCODER, causal_if="is_decoder"),
+    "electra": Family(
+        modules=styles_of("Electra"), stages=None, roles=(*ENCODER, "token_matcher"), causal_if="is_decoder"
+    ),
     "ernie4_5": Family(packing="positions", sizes=Sizes("use_bias", "use_bias", "use_bias")),
     "ernie4_5_moe": Family(packing="positions", experts="moe_num_experts", softmax_routers=True),
     "exaone4": Family(packing="positions", sizes=Sizes(head_norms=True)),

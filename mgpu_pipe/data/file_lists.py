@@ -176,8 +176,10 @@ def _entries_in(
         fix = fix_of_missing(folder, named) if looks_near else files.FIX
         raise DataError(f"{origin}: there is no file {folder / _shorten(named)}; {fix}")
     seconds = _stated_seconds(row) if "audio_column" in columns else None
-    labels = labels_of(row, told_column, origin, what)
-    return [Entry(file, label, origin, fault=fault, seconds=seconds) for label, fault in labels]
+    return [
+        Entry(file, label, origin, fault=fault, seconds=seconds)
+        for label, fault in labels_of(row, told_column, origin, what)
+    ]
 
 
 def find_named(folder: Path, name: str) -> Path:

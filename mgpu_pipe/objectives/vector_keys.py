@@ -205,7 +205,7 @@ ACTIVATIONS: Mapping[RerankerLoss, str] = {
     "margin": "torch.nn.modules.linear.Identity",
 }
 """By what sentence-transformers makes a score of the model's output."""
-MATCHING_FAMILIES = ("bert", "electra")
+MATCHING_FAMILIES = families_in_role("token_matcher")
 """Families of ``objective.match_tokens``."""
 
 

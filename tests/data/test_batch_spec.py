@@ -16,10 +16,11 @@ NAMES = re.compile(r"\b(input_ids|labels|position_ids)\b")
 KNOWING = (
     *("data/audio", "data/images", "data/text", "objectives", "inference"),
     *("models/weights/pretrained.py", "report/", "data/sources", "data/data_source.py"),
-    *("data/classes.py", "data/prepared_splits.py"),
+    *("data/classes.py", "data/files.py", "data/prepared_splits.py"),
     "training/profiling/measure_hardware.py",
 )
-"""The others have a tensor of old folders, the labels of charts and the classes of a source by the same names."""
+"""The others have a tensor of old folders, the labels of charts, the classes of a source and
+a column of foreign rows by the same names."""
 SPEC = BatchSpec(
     {
         "frames": Field(sequence_dim=2, dtype="float32", shape=(3,)),
