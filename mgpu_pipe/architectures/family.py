@@ -128,6 +128,8 @@ class Sight:
         pictures: ``one_size``: pictures of the tower's size; ``parts``: parts of one size and the whole picture after
             them; ``tiles``: as many tiles of one size as fit the picture's shape, and the whole picture after them;
             ``canvas``: tiles with black next to the picture, a token after each, and the whole picture after them;
+            ``mosaic``: tiles with white next to the picture, of which only the picture's patches are seen, and the
+            whole picture after them;
             ``grid``: native size, positions along three axes; ``rows``: native size, a token after each row of places;
             ``pooled``: native size, the average of several patches for each place.
         videos: time of a video's frames: an ``axis`` of positions, or ``text`` before each frame; empty: no videos.
@@ -138,7 +140,7 @@ class Sight:
         cacheable: whether the tower's output can be kept.
     """
 
-    pictures: Literal["one_size", "parts", "tiles", "canvas", "grid", "rows", "pooled"] = "one_size"
+    pictures: Literal["one_size", "parts", "tiles", "canvas", "mosaic", "grid", "rows", "pooled"] = "one_size"
     videos: Literal["", "axis", "text"] = ""
     both_ways: Literal["", "pictures", "questions"] = ""
     opener: str = ""
@@ -173,7 +175,10 @@ class Family:
         reads_inside: classes of modules that read the shapes of their children's weights, which ZeRO-3 gathers.
         reads_weights: classes of modules that compute with the weight of a child instead of calling it, with its name;
             ZeRO-3 gathers it.
+        runs_by_picture: whether a module runs once for each picture, so that ranks of ZeRO-3 would not gather alike.
         projector: names of modules in a tower that lie between it and the language model.
+        language: names of the modules in the base model that are its language part, if that has no configuration.
+        untrained: names of modules that no objective runs; they are frozen.
         tower_outputs: fields of a tower's output that the rest of the model reads, by part; with them the tower can
             stay whole under tensor parallelism (``strategy.parts``). Of ``hidden_states`` those of the layers in
             ``vision_feature_layer``.
@@ -206,7 +211,10 @@ class Family:
     sizes: Sizes | None = None
     reads_inside: tuple[str, ...] = ()
     reads_weights: Mapping[str, str] = field(default_factory=dict)
+    runs_by_picture: bool = False
     projector: tuple[str, ...] = ()
+    language: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
     tower_outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roles: tuple[Role, ...] = ()
     sight: Sight | None = None
@@ -240,6 +248,8 @@ PARTS = (*CONFIGS, PROJECTOR)
 def parts_in(fields: Mapping[str, Any]) -> list[str]:
     """Parts of a model with these configuration fields; none for a model of one piece."""
     towers = [part for part, name in CONFIGS.items() if isinstance(fields.get(name), Mapping)]
+    if len(towers) > 1 and "language" not in towers:  # its fields are the model's (Phi-4 multimodal)
+        towers.append("language")
     return [*towers[:-1], PROJECTOR, towers[-1]] if len(towers) > 1 else []
 
 

@@ -33,9 +33,15 @@ def families_in_role(role: Role) -> tuple[str, ...]:
     return families_with(lambda family: role in family.roles)
 
 
+def image_token(config: Any) -> int | None:
+    """Id of the token of a picture's places, which the model with ``config`` or its vision part names; None without."""
+    token = getattr(config, "image_token_id", None)
+    return getattr(getattr(config, "vision_config", None), "image_token_id", None) if token is None else int(token)
+
+
 def takes_media(config: Any) -> bool:
     """Whether pictures or recordings stand in the texts of the model with this transformers configuration."""
-    return getattr(config, "image_token_id", None) is not None or bool(family_of(config.model_type).recordings)
+    return image_token(config) is not None or bool(family_of(config.model_type).recordings)
 
 
 def recordings_of(model_type: str, encoder: object) -> Recordings:

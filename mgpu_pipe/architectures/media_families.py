@@ -155,6 +155,21 @@ _OWN: Mapping[str, Family] = {
         sight=Sight("grid"),
         recordings="seconds",
     ),
+    # Phi-4 multimodal, trained on texts and pictures. Its queries, keys and values of all heads are one matrix.
+    "phi4_multimodal": Family(
+        packing="positions",
+        stages=None,
+        modules={
+            "Phi4MultimodalAttention": {"qkv_proj": "qkv", "o_proj": "row"},
+            "Phi4MultimodalMLP": {"gate_up_proj": "packed", "down_proj": "row"},
+            "Phi4MultimodalVisionAttention": OUT_PROJ,
+            "Phi4MultimodalVisionMLP": FC,
+        },
+        language=("embed_tokens", "layers", "norm"),
+        untrained=("audio_embed",),
+        runs_by_picture=True,
+        sight=Sight("mosaic"),
+    ),
     # Qwen 3 VL.
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe"),

@@ -255,7 +255,6 @@ _OWN: Mapping[str, Family] = {
         sizes=Sizes(),
     ),
     # Phi-4 multimodal: embeds images and audio.
-    "phi4_multimodal": Family(stages=None),
     # Phi-MoE: no expert parallelism, for its router draws lots in training.
     "phimoe": Family(packing="positions", stages=Stages()),
     "qwen2": Family(

@@ -24,7 +24,7 @@ from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.images.decode_image import MODES, decode, pillow
 from mgpu_pipe.data.images.grids import GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
-from mgpu_pipe.data.images.parts import CanvasPixels, PartPixels, PatchPixels, TilePixels
+from mgpu_pipe.data.images.parts import CanvasPixels, MosaicPixels, PartPixels, PatchPixels, TilePixels
 from mgpu_pipe.data.images.pixels import FILTERS, Pixels
 from mgpu_pipe.data.images.videos import FEWEST
 from mgpu_pipe.data.model_field import NESTED, PREPROCESSOR, PROCESSOR
@@ -65,7 +65,7 @@ def probe_files(stored: StoredModel) -> ProbeFiles:
             content = {WAVE: torch.from_numpy(wave), RATE: torch.tensor(spectrogram.rate)}
             return ProbeFiles(content, {spectrogram.input_name: torch.from_numpy(spectrogram.extract([wave]))}, False)
         pixels = chat_pixels(config.data, config.model) if chats else Pixels.from_config(config.data, config.model)  # type: ignore[arg-type]
-        if isinstance(pixels, CanvasPixels):  # its processor wants torchvision, whose filter differs by a level
+        if isinstance(pixels, CanvasPixels | MosaicPixels):  # torchvision's filter differs by a level
             return ProbeFiles({}, {}, False)
         png = _picture(pixels.channels)
         image = decode(png, pixels.channels)
@@ -179,6 +179,8 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         ratio, patch = model.vision_config.pixel_shuffle_ratio, model.vision_config.patch_size
         whole = {PROCESSOR_CLASS: "Llama4Processor", "patch_size": patch, "pixel_shuffle_ratio": ratio}
         return {PREPROCESSOR: _canvas_settings(pixels), PROCESSOR: whole}
+    if isinstance(pixels, MosaicPixels):
+        return {PREPROCESSOR: _mosaic_settings(pixels), PROCESSOR: {PROCESSOR_CLASS: "Phi4MultimodalProcessor"}}
     if isinstance(pixels, TilePixels):
         return {PREPROCESSOR: _tile_settings(pixels), PROCESSOR: _whole_settings(kind, pixels.parts.tokens)}
     pictures, vision = _square_settings(pixels, "LlavaImageProcessor"), model.vision_config
@@ -235,6 +237,11 @@ def _tile_settings(pixels: TilePixels) -> dict[str, Any]:
 def _canvas_settings(pixels: CanvasPixels) -> dict[str, Any]:
     most = {"max_patches": pixels.parts.most, "resize_to_max_canvas": False}
     return {**_square_settings(pixels, "Llama4ImageProcessor"), "resample": BILINEAR, **most}
+
+
+def _mosaic_settings(pixels: MosaicPixels) -> dict[str, Any]:
+    most = {"dynamic_hd": pixels.parts.most, "patch_size": pixels.parts.patch}
+    return {**_square_settings(pixels, "Phi4MultimodalImageProcessor"), "resample": BICUBIC, **most}
 
 
 def _square_settings(pixels: Pixels, kind: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgpu_pipe.architectures.find import sight_of, takes_media
+from mgpu_pipe.architectures.find import image_token, sight_of, takes_media
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.chat_sounds import LONGEST, chat_window
 from mgpu_pipe.data.audio.decode_audio import decode as decode_sound
@@ -110,7 +110,7 @@ class VisualReader:
 
 def sees_pictures(run: LoadedRun) -> bool:
     """Whether the run's model takes pictures."""
-    return getattr(run.model.config, "image_token_id", None) is not None
+    return image_token(run.model.config) is not None
 
 
 def reads_questions_whole(run: LoadedRun) -> bool:

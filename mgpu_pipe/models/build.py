@@ -27,7 +27,7 @@ from mgpu_pipe.models.fields import (
 )
 from mgpu_pipe.models.init.keyed_init import InitRecipe
 from mgpu_pipe.models.local_shards import TensorPart, fill_parameters
-from mgpu_pipe.models.model_parts import freeze_parameters
+from mgpu_pipe.models.model_parts import freeze_parameters, show_pictures_both_ways
 from mgpu_pipe.models.shard_units import scalars_to_vectors
 from mgpu_pipe.models.speech import read_recordings_alone
 
@@ -236,6 +236,7 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
         raise _refusal(model, error) from error
     scalars_to_vectors(built)
     read_recordings_alone(built)
+    show_pictures_both_ways(built)
     if model_class == HEADLESS and (pooler := getattr(built, "pooler", None)) is not None:
         pooler.requires_grad_(False)  # no state of a token goes through it
     return built.train()

@@ -57,6 +57,7 @@ MODEL_CLASSES = {
 EXTRA_TYPES = {
     "AutoModelForZeroShotImageClassification": {"vision-text-dual-encoder": ("VisionTextDualEncoderModel", HEADLESS)},
     "AutoModelForImageTextToText": {
+        "phi4_multimodal": ("Phi4MultimodalForCausalLM", "AutoModelForCausalLM"),
         "qwen2_audio": ("Qwen2AudioForConditionalGeneration", "AutoModelForSeq2SeqLM"),
         "voxtral": ("VoxtralForConditionalGeneration", "AutoModelForSeq2SeqLM"),
     },

@@ -27,13 +27,17 @@ def part_patterns(model: nn.Module) -> dict[str, list[str]]:
     towers = {part: _holders(model, config) for part, config in configs.items() if config is not None}
     if sum(map(bool, towers.values())) < 2:
         return {}
+    family = family_of(str(root.model_type))
     head = getattr(model, "get_output_embeddings", lambda: None)()
     names = {id(module): name for name, module in model.named_modules()}
+    if family.language:  # its configuration is the model's
+        towers["language"] = [f"{model.base_model_prefix}.{name}" for name in family.language]
+        towers["audio"] = [name for name in names.values() if name.rpartition(".")[2] in family.untrained]
     if "language" in towers and isinstance(head, nn.Module):
         towers["language"].append(names[id(head)])
     inside = tuple(f"{name}." for several in towers.values() for name in several)
     patterns = {part: [f"{name}.*" for name in several] for part, several in towers.items()}
-    bridges = family_of(str(root.model_type)).projector  # these lie inside a tower
+    bridges = family.projector  # these lie inside a tower
     between = [name for name in names.values() if name.startswith(inside) and name.rpartition(".")[2] in bridges]
     if between:
         left_out = tuple(f"{name}." for name in between)
@@ -87,14 +91,16 @@ def _rest(module: nn.Module, prefix: str, inside: tuple[str, ...]) -> Iterator[s
 
 
 def unused_parameters(model: nn.Module) -> list[str]:
-    """Parameters that no forward pass reads: those of LLaVA's tower after its last used layer, and embeddings that the
-    code of Qwen2.5-Omni leaves out.
+    """Parameters that no forward pass reads: those of LLaVA's tower after its last used layer, embeddings that the
+    code of Qwen2.5-Omni leaves out, and modules that no objective runs.
 
     They get no gradient, which DeepSpeed treats as zero. Frozen they are equal under every engine.
     """
     root: Any = getattr(model, "config", None)
-    taken, tower = getattr(root, "vision_feature_layer", None), part_patterns(model).get("vision")
-    if family_of(str(getattr(root, "model_type", ""))).recordings:
+    vision, family = getattr(root, "vision_config", None), family_of(str(getattr(root, "model_type", "")))
+    taken = getattr(root, "vision_feature_layer", getattr(vision, "feature_layer", None))
+    tower = part_patterns(model).get("vision")
+    if family.recordings:
         return [name for name, _ in model.named_parameters() if ".audio_bos_eos_token." in name]
     if taken is None or not tower:
         return []
@@ -106,7 +112,20 @@ def unused_parameters(model: nn.Module) -> list[str]:
     last = max(layer if layer >= 0 else layers + 1 + layer for layer in chosen)
     after = tuple(f"{prefix}{stack}.{number}." for number in range(last, layers))
     unused = (*after, f"{prefix}post_layernorm.", f"{prefix}head.")
-    return [name for name, _ in model.named_parameters() if name.startswith(unused)]
+    names = [name for name, _ in model.named_parameters()]
+    return [name for name in names if name.startswith(unused) or set(name.split(".")) & set(family.untrained)]
+
+
+def show_pictures_both_ways(model: nn.Module) -> None:
+    """Makes attention bidirectional in the vision tower of ``model``, in place.
+
+    That of Phi-4 multimodal says it is causal, which transformers follows where every patch is seen.
+    """
+    root: Any = getattr(model, "config", None)
+    towers = _holders(model, vision) if (vision := getattr(root, "vision_config", None)) is not None else []
+    for module in (module for tower in towers for module in model.get_submodule(tower).modules()):
+        if getattr(module, "is_causal", False):
+            cast(Any, module).is_causal = False
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:

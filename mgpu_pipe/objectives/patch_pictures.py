@@ -1,10 +1,11 @@
-"""Arguments of models that take pictures in native size, whose tokens have positions along one axis."""
+"""Arguments of models that take pictures in their shapes, whose tokens have positions along one axis."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from mgpu_pipe.architectures.family import frame_tokens
 from mgpu_pipe.architectures.find import recordings_of, sight_of
 from mgpu_pipe.architectures.pictures import PatchGrid, PooledGrid, RowGrid
+from mgpu_pipe.architectures.tiles import mosaic_tokens
 from mgpu_pipe.data.step_batch import Field
 from mgpu_pipe.objectives.chat_recordings import (
     ChatRecordings,
@@ -188,8 +190,85 @@ class PooledAndRecordings(NextToRecordings, PooledPictures):
         return {**super().single_row(ids, seen, answer), **self._sounds_among(pictures, ids.device)}
 
 
+@dataclass(frozen=True)
+class MosaicPicture(Picture):
+    """Picture on tiles of ``tile`` patches across; its places are the patches that it covers."""
+
+    tile: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return mosaic_tokens(*self.places[1:], self.tile)
+
+
+class MosaicPictures(FixedSizePictures):
+    """Tiles of each picture and the whole picture; and ``patches``, those down and across that each picture covers,
+    int64, (rows, most, 2), padded with zeros at the end (Phi-4 multimodal)."""
+
+    def __init__(self, config: Any, packed: bool = False) -> None:
+        super().__init__(config, packed)
+        self._tile = self._shape[1] // int(config.vision_config.patch_size)
+        self._most = self._tile + self._tile // 2
+        self.most_tokens = mosaic_tokens(self._most, self._most, self._tile)
+        self.fields = {**self.fields, "patches": Field(sequence_dim=None, stages="first", shape=(1, 2))}
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        inputs = super().inputs(batch)
+        if "pixel_values" not in inputs:
+            return inputs
+        patches = batch["patches"]
+        patches = patches[patches.prod(-1) > 0]
+        return self._with_masks(inputs, patches if len(patches) else patches.new_ones(1, 2))
+
+    def single_row(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
+        inputs = super().single_row(ids, pictures, answer)
+        patches = torch.tensor([picture.places[1:] for picture in pictures], device=ids.device)
+        return self._with_masks(inputs, patches) if pictures else inputs
+
+    def _with_masks(self, inputs: dict[str, Any], patches: torch.Tensor) -> dict[str, Any]:
+        """Model arguments with the whole picture before its tiles, as many for each, and masks of patches."""
+        tiles = -(-patches // self._tile)
+        pixels = inputs.pop("pixel_values").split((tiles.prod(1) + 1).tolist())
+        values = torch.nn.utils.rnn.pad_sequence([picture.roll(1, 0) for picture in pixels], batch_first=True)
+        masks = torch.ones(*values.shape[:2], self._tile, self._tile, dtype=torch.bool, device=values.device)
+        for mask, (down, across), sides in zip(masks, tiles.tolist(), patches.tolist(), strict=True):
+            seen = mask.new_zeros(down * self._tile, across * self._tile)
+            seen[: sides[0], : sides[1]] = True
+            cut = seen.reshape(down, self._tile, across, self._tile).transpose(1, 2)
+            mask[1 : down * across + 1] = cut.flatten(0, 1)
+        sizes = tiles * self._shape[1]
+        return {**inputs, "image_pixel_values": values, "image_sizes": sizes, "image_attention_mask": masks}
+
+    def random_picture(self, generator: torch.Generator) -> Picture:
+        down, across = (int(side) for side in torch.randint(1, self._most + 1, (2,), generator=generator))
+        tiles = -(-down // self._tile) * -(-across // self._tile)
+        values = torch.randn(tiles + 1, *self._shape, generator=generator)
+        return MosaicPicture(values, (1, down, across), tile=self._tile)
+
+    def blank(self) -> Picture:
+        return MosaicPicture(torch.zeros(2, *self._shape), (1, 1, 1), tile=self._tile)
+
+    def collate(self, ids: torch.Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
+        patches = torch.zeros(len(rows), max(map(len, rows)), 2, dtype=torch.int64)
+        for row, pictures in enumerate(rows):
+            for number, picture in enumerate(pictures):
+                patches[row, number] = torch.tensor(picture.places[1:])
+        return {**super().collate(ids, rows), "patches": patches}
+
+    def row_pictures(self, batch: Batch, row: int) -> list[Picture]:
+        patches = batch["patches"][row]
+        patches = patches[patches.prod(-1) > 0]
+        counts = (-(-patches // self._tile)).prod(1) + 1
+        pixels = batch["pixel_values"][row][: int(counts.sum())].split(counts.tolist())
+        return [
+            MosaicPicture(values, (1, *places), tile=self._tile)
+            for values, places in zip(pixels, patches.tolist(), strict=True)
+        ]
+
+
 _KINDS: dict[str, type[PictureInputs]] = {
     "grid": NativeSizePictures,
+    "mosaic": MosaicPictures,
     "parts": TiledPictures,
     "pooled": PooledPictures,
     "rows": RowPictures,

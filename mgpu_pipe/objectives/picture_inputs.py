@@ -15,11 +15,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from mgpu_pipe.architectures.find import image_token
 from mgpu_pipe.architectures.pictures import Grid
 from mgpu_pipe.data.images.grids import AXES, row_positions, seen_apart
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, Field
@@ -70,7 +71,7 @@ class PictureInputs(ABC):
     audio: int | None = None
 
     def __init__(self, config: Any) -> None:
-        self.token = int(config.image_token_id)
+        self.token = cast(int, image_token(config))
         self.video: int | None = None
 
     @abstractmethod
@@ -152,7 +153,7 @@ class FixedSizePictures(PictureInputs):
         there = torch.arange(pixels.shape[1], device=pixels.device) < batch["pictures"].unsqueeze(1)
         pixels = pixels[there]
         if not len(pixels):
-            ids, pixels = self.append_blank_row(ids), pixels.new_zeros(1, *self._shape)
+            ids, pixels = self.append_blank_row(ids), self.blank().values.to(pixels)
             row = torch.arange(ids.shape[1], device=ids.device)[None]
             positions = {name: torch.cat([value, row]) for name, value in positions.items()}
         return {"input_ids": ids, **positions, "pixel_values": self._model_pixels(pixels), "use_cache": False}

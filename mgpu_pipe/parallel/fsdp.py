@@ -168,6 +168,10 @@ def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:
     root.set_requires_all_reduce(last)
     if not shards:
         root.set_requires_gradient_sync(last)
+        assert isinstance(root, torch.nn.Module)
+        for module in root.modules():  # torch fails to put off the sync of a unit that never ran, such as a tower
+            if isinstance(module, FSDPModule) and not any(part.requires_grad for part in module.parameters()):
+                module.set_requires_gradient_sync(True, recurse=False)
 
 
 def reshard_all(root: FSDPModule) -> None:

@@ -179,6 +179,9 @@ def _fit_pictures(changed: dict[str, Any], known: ConfigClass, model_type: str, 
         vision = changed["vision_config"]  # the shuffled patches of a vector are as wide as the feed-forward layer
         vision["intermediate_size"] = round(vision["hidden_size"] / vision.get("pixel_shuffle_ratio", 0.5) ** 2)
         vision |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), WIDTH)
+    if sight_of(model_type).pictures == "mosaic":
+        vision = changed["vision_config"]
+        vision["image_size"] = vision["crop_size"] = PATCHES_IN_TEXT * int(vision["patch_size"])
     if "depth" in changed.get("vision_config", {}):
         changed["vision_config"] = _native_size_tower(changed, int(changed[TEXT]["num_hidden_layers"]) // stages)
 

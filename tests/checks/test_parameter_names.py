@@ -25,7 +25,7 @@ MODELS = (
     "wav2vec2",
     "whisper",
     *("gemma3", "gemma4", "internvl", "llama4", "mistral3", "paligemma", "qwen3", "qwen35", "qwen3_vl", "vit_bert"),
-    *("qwen2_audio", "qwen25_omni", "voxtral"),
+    *("phi4_multimodal", "qwen2_audio", "qwen25_omni", "voxtral"),
 )
 LORA = ("peft=lora", "data=synthetic")
 

@@ -63,6 +63,7 @@ NEEDS_MORE = {
     ("model", "mistral3_tiny"),
     ("model", "internvl_tiny"),
     ("model", "llama4_tiny"),
+    ("model", "phi4_multimodal_tiny"),
     ("model", "qwen35_tiny"),
     ("model", "qwen2_audio_tiny"),
     ("model", "voxtral_tiny"),

@@ -269,8 +269,10 @@ CONTRACTS = {
             model=qwen35_tiny strategy=single data.micro_batch_size=2;
             model=mistral3_tiny strategy=single data.micro_batch_size=2;
             model=gemma4_tiny strategy=single data.micro_batch_size=2;
-            model=llama4_tiny strategy=single data.micro_batch_size=2
-        2 slow: model=gemma3_tiny strategy=tp; model=llama4_tiny strategy=fsdp
+            model=llama4_tiny strategy=single data.micro_batch_size=2;
+            model=phi4_multimodal_tiny strategy=single data.micro_batch_size=2
+        2 slow: model=gemma3_tiny strategy=tp; model=llama4_tiny strategy=fsdp;
+            model=phi4_multimodal_tiny strategy=fsdp
         2 exhaustive: model=gemma3_tiny strategy=ddp data.micro_batch_size=2; model=gemma3_tiny strategy=fsdp;
             model=gemma3_tiny strategy=zero3; model=gemma3_tiny strategy=pp; model=gemma3_tiny strategy=fsdp @adapters;
             model=internvl_tiny strategy=ddp data.micro_batch_size=2; model=internvl_tiny strategy=fsdp;
@@ -285,6 +287,10 @@ CONTRACTS = {
             model=llama4_tiny strategy=ddp data.micro_batch_size=2; model=llama4_tiny strategy=zero3;
             model=llama4_tiny strategy=pp; model=llama4_tiny strategy=tp; model=llama4_tiny strategy=tp @whole;
             model=llama4_tiny strategy=fsdp @adapters;
+            model=phi4_multimodal_tiny strategy=ddp data.micro_batch_size=2;
+            model=phi4_multimodal_tiny strategy=zero2;
+            model=phi4_multimodal_tiny strategy=tp;
+            model=phi4_multimodal_tiny strategy=fsdp precision=bf16 @adapters;
             model=gemma4_tiny strategy=zero3; model=gemma4_tiny strategy=ddp @ears data.micro_batch_size=2;
             model=gemma4_tiny strategy=zero3 @ears
         2 slow: model=gemma4_tiny strategy=fsdp @ears

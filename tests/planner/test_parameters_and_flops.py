@@ -40,6 +40,7 @@ UNCOUNTED = (
     *("hf", "bert_tiny", "bert_small", "t5_mini", "t5_tiny", "vit_tiny", "vit_b16"),
     *("clip_tiny", "clip_vit_b32", "clip_vit_l14", "siglip2_base", "vit_bert_tiny", "gemma4_tiny", "qwen35_tiny"),
     "llama4_tiny",
+    "phi4_multimodal_tiny",
     *("wav2vec2_tiny", "wav2vec2_base", "whisper_tiny", "whisper_small", "ast_tiny"),
     *("qwen2_audio_tiny", "qwen25_omni_tiny", "voxtral_tiny"),
 )

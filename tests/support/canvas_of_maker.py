@@ -1,4 +1,4 @@
-"""Llama 4's own image processor, with torch's functions in place of torchvision's."""
+"""The image processors of Llama 4 and Phi-4 multimodal, with torch's functions in place of torchvision's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
 
 def _pad(images: torch.Tensor, padding: Sequence[int], fill: object) -> torch.Tensor:
     left, top, right, bottom = padding
-    return F.pad(images, (left, right, top, bottom))
+    return F.pad(images, (left, right, top, bottom), value=fill[0] if isinstance(fill, list) else 0)
 
 
 @contextmanager
@@ -41,12 +42,15 @@ def _stubbed() -> Iterator[None]:
 
 
 @cache
-def maker() -> Any:
+def maker(family: str = "llama4") -> Any:
     """The module of the processor."""
-
     with _stubbed():
-        import transformers.models.llama4.image_processing_llama4 as module
-    return module
+        return import_module(f"transformers.models.{family}.image_processing_{family}")
+
+
+def _by_pillow(values: torch.Tensor, size: tuple[int, int], resample: int) -> torch.Tensor:
+    image = Image.fromarray(values.permute(1, 2, 0).numpy()).resize(size, resample)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,7 @@ class _Processor:
         height, width = int(size.height), int(size.width)
         if self.by_torch:
             return F.interpolate(images, (height, width), mode="bilinear", antialias=True)
-        resized = [
-            Image.fromarray(values.permute(1, 2, 0).numpy()).resize((width, height), resample) for values in images
-        ]
-        return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in resized])
+        return torch.stack([_by_pillow(values, (width, height), resample) for values in images])
 
     def normalize(self, images: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
         means, stds = (torch.tensor(values, dtype=images.dtype)[:, None, None] for values in (mean, std))
@@ -95,3 +96,45 @@ def canvases_of_maker(images: Sequence[Any], settings: dict[str, Any], by_torch:
     )
     tiles = torch.cat([values.reshape(-1, *values.shape[-3:]) for values in made["pixel_values"]]).float()
     return {"pixel_values": tiles, "aspect_ratios": [tuple(map(int, shape)) for shape in made["aspect_ratios"]]}
+
+
+class _MosaicProcessor:
+    """The methods of torchvision's backend that Phi-4's processor calls, and its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(maker("phi4_multimodal").Phi4MultimodalImageProcessor, name).__get__(self)
+
+    def resize(self, image: torch.Tensor, size: Any, resample: int, antialias: bool) -> torch.Tensor:
+        return F.interpolate(image[None], (size.height, size.width), mode="bicubic", antialias=antialias)[0]
+
+    def rescale_and_normalize(self, image: torch.Tensor, *settings: Any) -> torch.Tensor:
+        _, factor, _, mean, std = settings
+        means, stds = (torch.tensor(values)[:, None, None] for values in (mean, std))
+        return (image.float() * factor - means) / stds
+
+
+def mosaics_of_maker(images: Sequence[Any], settings: dict[str, Any], by_torch: bool = False) -> dict[str, Any]:
+    """The whole picture and tiles of RGB pictures, their sizes, masks of patches, and numbers of tokens."""
+    from transformers.image_utils import SizeDict
+
+    def resize(image: torch.Tensor, size: list[int]) -> torch.Tensor:
+        if by_torch:
+            return F.interpolate(image[None], tuple(size), mode="bilinear", antialias=True)[0]
+        return _by_pillow(image, (size[1], size[0]), Image.Resampling.BILINEAR)
+
+    maker("phi4_multimodal").tvF = SimpleNamespace(pad=_pad, resize=resize)
+    pixels = [torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) for image in images]
+    names = ("image_mean", "image_std", "patch_size", "dynamic_hd")
+    made = maker("phi4_multimodal").Phi4MultimodalImageProcessor._preprocess(
+        _MosaicProcessor(),
+        pixels,
+        do_resize=True,
+        size=SizeDict(**settings["size"]),
+        resample=3,
+        do_rescale=True,
+        rescale_factor=1 / 255,
+        do_normalize=True,
+        return_tensors=None,
+        **{name: settings[name] for name in names},
+    )
+    return dict(made)

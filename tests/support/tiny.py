@@ -101,8 +101,8 @@ def model_class(source: ModelConfig) -> str | None:
     known = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification", **two_towers}
     seeing = (
         *("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "paligemma"),
-        *("gemma3", "gemma4", "internvl", "llama4", "mistral3", "qwen3_5", "qwen2_audio"),
-        *("qwen2_5_omni_thinker", "voxtral"),
+        *("gemma3", "gemma4", "internvl", "llama4", "mistral3", "phi4_multimodal", "qwen3_5"),
+        *("qwen2_5_omni_thinker", "qwen2_audio", "voxtral"),
     )
     known |= dict.fromkeys(seeing, "AutoModelForImageTextToText")
     known |= {"wav2vec2": "AutoModelForCTC", "whisper": "AutoModelForSpeechSeq2Seq"}

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tests.support.canvas_of_maker import canvases_of_maker
+from mgpu_pipe.models.fields import builder_of
+from tests.support.canvas_of_maker import canvases_of_maker, mosaics_of_maker
 from tests.support.real_folders import need_chat_templates
 
 TEXT = {
@@ -312,6 +313,38 @@ FOLDERS["llama4"] = VisionFolder(
     placeholder="<|image|>",
     expand=lambda made, index: tiles_of_canvas(*made["aspect_ratios"][index]),
 )
+PHI4 = """{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}{{- '<|image|>' -}}
+{%- elif part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}
+{%- endfor -%}{%- endif -%}{{- '<|end|>' -}}
+{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+FOLDERS["phi4_multimodal"] = VisionFolder(
+    tokens=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|image|>", "<|audio|>"),
+    named={"image_token": "<|image|>", "audio_token": "<|audio|>"},
+    fields=lambda token: {
+        **{**TEXT, "bos_token_id": None, "eos_token_id": token("<|end|>")},
+        "vision_config": {
+            **{**TOWER, "image_token_id": token("<|image|>"), "num_hidden_layers": 3},
+            **{"image_size": 16, "crop_size": 16, "patch_size": 4},
+        },
+        "audio_config": {
+            **{"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 4},
+            **{"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 8},
+            **{"input_size": 8, "time_reduction": 2, "bias_max_distance": 16, "audio_token_id": token("<|audio|>")},
+        },
+    },
+    image={
+        **squares(16, "Phi4MultimodalImageProcessor", image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=3),
+        **{"dynamic_hd": 6, "patch_size": 4},
+    },
+    processor={"processor_class": "Phi4MultimodalProcessor"},
+    template=PHI4,
+    placeholder="<|image|>",
+    # The processor counts the whole picture's vectors as of tiles of 448 pixels.
+    expand=lambda made, index: "<|image|>" * (made["num_img_tokens"][index] - 16 * 17 + 2 * 3),
+)
 for family, template, more in (
     (
         "qwen2_5_vl",
@@ -352,6 +385,9 @@ PIL = {
     "internvl": "GotOcr2ImageProcessorPil",
     "qwen3_5": "Qwen2VLImageProcessorPil",
 }
+MAKERS = {"llama4": canvases_of_maker, "phi4_multimodal": mosaics_of_maker}
+"""Processors that transformers has for torchvision alone."""
+SEEING = "AutoModelForImageTextToText"
 ALSO: dict[str, dict[str, Any]] = {"internvl": {"crop_to_patches": True}, "mistral3": {"patch_size": 8}}
 """Settings that a whole processor gives its image processor, whatever the folder says."""
 
@@ -375,10 +411,14 @@ def write_folder(family: str, out: Path) -> Path:
     tokenizer.save_pretrained(out)
     known_ids: Any = words.token_to_id
     fields = known.fields(known_ids)
-    fields["text_config"] |= {"vocab_size": words.get_vocab_size() + 3, "pad_token_id": words.token_to_id("<pad>")}
+    text = fields.get("text_config", fields)
+    text |= {"vocab_size": words.get_vocab_size() + 3, "pad_token_id": words.token_to_id("<pad>")}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **fields)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model = getattr(transformers, builder_of(family, SEEING)).from_config(config)
+    for layers in (module.layers for name, module in model.named_modules() if name.endswith("img_processor.encoder")):
+        for parameter in layers.parameters():  # of deviation 1, which rounding makes useless
+            parameter.data.mul_(0.1)
     model.save_pretrained(out)
     (out / "preprocessor_config.json").write_text(json.dumps({**known.image, **known.processor}))
     (out / "processor_config.json").write_text(json.dumps(known.processor))
@@ -398,8 +438,8 @@ def prepared_by_maker(
     known: VisionFolder = FOLDERS[family]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     made = dict[str, Any]()
-    if images and family not in PIL:  # Llama 4's is of torchvision alone
-        made = canvases_of_maker(images, json.loads((folder / "preprocessor_config.json").read_text()))
+    if images and family in MAKERS:
+        made = MAKERS[family](images, json.loads((folder / "preprocessor_config.json").read_text()))
     elif images:
         processor = getattr(transformers, PIL[family]).from_pretrained(folder)
         made = dict(processor(images, return_tensors="pt", **ALSO.get(family, {})))
@@ -410,7 +450,7 @@ def prepared_by_maker(
     return {"input_ids": tokenizer(text, add_special_tokens=False)["input_ids"], **made}
 
 
-NO_INPUTS = ("aspect_ratios", "num_patches", "num_crops", "num_soft_tokens_per_image")
+NO_INPUTS = ("aspect_ratios", "num_patches", "num_crops", "num_img_tokens", "num_soft_tokens_per_image")
 TYPES = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "mm_token_type_ids"),
     **{"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "qwen3_5": "mm_token_type_ids"},

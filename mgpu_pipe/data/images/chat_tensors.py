@@ -13,7 +13,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.chat_sounds import StoredSounds
 from mgpu_pipe.data.images.grids import AXES, GridPixels, chat_pixels, row_positions, seen_apart
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.parts import PatchPixels
+from mgpu_pipe.data.images.parts import MosaicPixels, PatchPixels
 from mgpu_pipe.data.images.scan_images import StoredPictures
 from mgpu_pipe.data.images.videos import StoredClips
 from mgpu_pipe.data.images.visual_inputs import SOUND
@@ -123,7 +123,8 @@ def _amounts(alone: Mapping[str, torch.Tensor]) -> dict[str, NDArray[np.int64]]:
         patches = alone["grids"].prod(-1)
         return {"grids": (patches > 0).sum(1).numpy(), "pixel_values": patches.sum(1).numpy()}
     pictures = alone["pictures"].numpy()
-    return {name: pictures for name in ("pixel_values", "shown") if name in alone}
+    amounts = {name: pictures for name in ("pixel_values", "shown") if name in alone}
+    return {**amounts, **({"patches": (alone["patches"].prod(-1) > 0).sum(1).numpy()} if "patches" in alone else {})}
 
 
 def _join(values: torch.Tensor, amounts: NDArray[np.int64], row_of: NDArray[np.int64], rows: int) -> torch.Tensor:
@@ -213,6 +214,8 @@ class PictureChatSamples(RowSamples):
             ]
             arrays["pictures"] = np.array([len(pictures) for pictures in parts], np.int64)
             arrays["pixel_values"] = _together(parts, side)
+            if isinstance(self._pixels, MosaicPixels):
+                arrays["patches"] = _together([self._places[part][:, 1:] for part in slices], (2,), np.int64)
             if self._data.cache_features:
                 arrays["shown"] = _together(
                     [self._all.pictures[self._pictures_of(index)] for index in indices.tolist()], (), np.int64

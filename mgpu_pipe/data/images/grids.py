@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.find import family_of, sight_of
-from mgpu_pipe.architectures.pictures import LONGEST, Grid, Parts, PatchGrid, Tiles
+from mgpu_pipe.architectures.pictures import LONGEST, Grid, Parts, PatchGrid
+from mgpu_pipe.architectures.tiles import Tiles
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.images.decode_image import size_of
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.parts import (
     CanvasPixels,
+    MosaicPixels,
     PartPixels,
     PatchPixels,
     TilePixels,
@@ -104,6 +106,9 @@ class GridPixels(Pixels):
         return np.ascontiguousarray(cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)).reshape(-1, self.grid.values)
 
 
+_TILES: dict[str, type[TilePixels]] = {"tiles": TilePixels, "canvas": CanvasPixels, "mosaic": MosaicPixels}
+
+
 def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
     """Chooses how a run's pictures become arrays; raises like :meth:`Pixels.from_config`,
     :meth:`GridPixels.from_grid`, :meth:`PartPixels.from_parts` and :meth:`TilePixels.from_tiles`."""
@@ -124,8 +129,8 @@ def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
     if preprocessor(model).get("do_pan_and_scan"):
         fix = "set do_pan_and_scan to false in its preprocessor_config.json"
         raise ConfigError("model.path", model.path, fix, "the model would be given crops next to each picture")
-    if kind in ("tiles", "canvas"):
-        return (TilePixels if kind == "tiles" else CanvasPixels).from_tiles(data, model)
+    if kind in _TILES:
+        return _TILES[kind].from_tiles(data, model)
     for name in ("min_pixels", "max_pixels"):
         if getattr(data, name) != "auto":
             raise ConfigError(f"data.{name}", getattr(data, name), "leave it out", "the model's pictures have one size")

@@ -1,5 +1,5 @@
-"""Pictures that are cut: into parts of one size (SmolVLM) or tiles (InternVL, Llama 4), each next to the whole
-picture, or in native size into patches whose tokens have positions along one axis (Pixtral, Gemma 4)."""
+"""Pictures that are cut: into parts of one size (SmolVLM) or tiles (InternVL, Llama 4, Phi-4), each next to the
+whole picture, or in native size into patches whose tokens have positions along one axis (Pixtral, Gemma 4)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.config_source import config_class
-from mgpu_pipe.architectures.pictures import (
-    ACROSS,
-    MOST_OF_CANVAS,
-    MOST_TILES,
-    Canvas,
-    Parts,
-    PatchGrid,
-    PooledGrid,
-    RowGrid,
-    Tiles,
-    picture_places,
-)
+from mgpu_pipe.architectures.pictures import ACROSS, Parts, PatchGrid, PooledGrid, RowGrid, picture_places
+from mgpu_pipe.architectures.tiles import MOST_OF_CANVAS, MOST_OF_MOSAIC, MOST_TILES, Canvas, Mosaic, Tiles
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.images.decode_image import MODES, pillow
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
@@ -128,13 +118,15 @@ class TilePixels(CutPixels):
     kind: ClassVar[type[Tiles]] = Tiles
     usual_most: ClassVar[int] = MOST_TILES
     """Default of most tiles of a picture."""
+    most_field: ClassVar[str] = "max_patches"
+    """The preprocessor's field of it."""
 
     @classmethod
     def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
         """Reads a run's settings; ConfigError as :meth:`whole_picture`, or for bounds that no tile keeps."""
         whole, folder = cls.whole_picture(data, model, "tiles")
         area = whole.size**2
-        fewest, most = folder.get("min_patches") or 1, folder.get("max_patches") or cls.usual_most
+        fewest, most = folder.get("min_patches") or 1, folder.get(cls.most_field) or cls.usual_most
         if data.min_pixels != "auto":
             fewest = max(1, -(-data.min_pixels // area))
         if data.max_pixels != "auto":
@@ -142,8 +134,13 @@ class TilePixels(CutPixels):
         if most < fewest:
             reason = f"a tile has {area} pixels, and a picture at least {fewest} tiles"
             raise ConfigError("data.max_pixels", data.max_pixels, f"use at least {fewest * area}", reason)
-        tiles = cls.kind(whole.size, picture_tokens_of(model, whole.size), fewest, most)
+        tiles = cls.cut_of(model, whole.size, fewest, most)
         return cls(whole.size, whole.channels, whole.mean, whole.std, "squash", tiles)
+
+    @classmethod
+    def cut_of(cls, model: ModelConfig, size: int, fewest: int, most: int) -> Tiles:
+        """The model's cut into tiles of ``size`` pixels across; ConfigError as :func:`picture_tokens_of`."""
+        return cls.kind(size, picture_tokens_of(model, size), fewest, most)
 
     def final_size(self, image: Image) -> tuple[int, int]:
         """The picture's pixels, from which tiles and whole picture are scaled."""
@@ -218,6 +215,58 @@ class CanvasPixels(TilePixels):
         if down * across == 1:
             return values[None]
         return self.cut(values, self.array(self.resized(image, self.size, self.size)))
+
+
+@dataclass(frozen=True)
+class MosaicPixels(TilePixels):
+    """Converts pictures to the tiles of a mosaic."""
+
+    parts: Mosaic
+    resampling: ClassVar[str] = "BILINEAR"
+    kind: ClassVar[type[Tiles]] = Mosaic
+    usual_most: ClassVar[int] = MOST_OF_MOSAIC
+    most_field: ClassVar[str] = "dynamic_hd"
+
+    @classmethod
+    def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
+        if data.min_pixels != "auto":
+            raise ConfigError("data.min_pixels", data.min_pixels, "leave it out", "a mosaic has no fewest tiles")
+        return super().from_tiles(data, model)
+
+    @classmethod
+    def cut_of(cls, model: ModelConfig, size: int, fewest: int, most: int) -> Tiles:
+        picture_tokens_of(model, size)
+        patch = int(vision_field(model, "patch_size"))
+        if size % (2 * patch):
+            fix = f"use a divisor of {size // 2}"
+            raise ConfigError("model.config.vision_config.patch_size", patch, fix, f"a tile has {size} pixels")
+        if (crop := vision_field(model, "crop_size")) != size:
+            raise ConfigError("model.config.vision_config.crop_size", crop, f"use {size}", "its tower sees such tiles")
+        return Mosaic(size, 0, fewest, most, patch)
+
+    def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
+        (image,) = images
+        down, across = self.parts.tiles(image.height, image.width)
+        height, width = self.parts.scaled(image.height, image.width)
+        mosaic = pillow().new(image.mode, (across * self.size, down * self.size), "white")
+        mosaic.paste(self.resized(image, width, height))
+        values = self.array(mosaic)
+        return self.cut(values, _every(_every(values, down, 1), across, 2))
+
+
+CUBIC = np.array([-3, 19, 19, -3], np.float32) / 32
+"""Weights halfway between pixels of torch's bicubic filter."""
+
+
+def _every(values: NDArray[np.float32], step: int, axis: int) -> NDArray[np.float32]:
+    """``values`` shrunk ``step`` times along an axis by torch's bicubic filter without antialiasing."""
+    length = values.shape[axis]
+    middles = np.arange(length // step) * step + step // 2
+    if step % 2:
+        return values.take(middles, axis)
+    taps = (values.take(np.clip(middles + shift, 0, length - 1), axis) for shift in (-2, -1, 0, 1))
+    shrunk: NDArray[np.float32] = sum(weight * tap for weight, tap in zip(CUBIC, taps, strict=True))
+    return shrunk
 
 
 def _bfloat16(values: Any) -> NDArray[np.float32]:

@@ -20,7 +20,8 @@ from typing_extensions import Self
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.architectures.pictures import Canvas, Grid, Parts, PatchGrid, PooledGrid, RowGrid, Tiles
+from mgpu_pipe.architectures.pictures import Grid, Parts, PatchGrid, PooledGrid, RowGrid
+from mgpu_pipe.architectures.tiles import Canvas, Mosaic, Tiles
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.chat_sounds import chat_window, tokens_of_sounds
 from mgpu_pipe.data.audio.log_mel import FrameMel, LogMel
@@ -85,6 +86,8 @@ class PreparedPictureChats(PreparedRows):
     """Cuts pictures into tiles; a tile takes ``tokens_a_picture``."""
     canvas: Canvas | None = None
     """Lays pictures onto tiles; a tile takes ``tokens_a_picture``."""
+    mosaic: Mosaic | None = None
+    """Lays pictures onto tiles, whose tokens depend on the picture's patches."""
     rows: RowGrid | None = None
     """Cuts pictures into patches, with a token after each row of places."""
     pooled: PooledGrid | None = None
@@ -135,7 +138,7 @@ class PreparedPictureChats(PreparedRows):
     @property
     def named_parts(self) -> Parts | Tiles | PatchGrid | None:
         """Cut on which the text of a picture depends."""
-        return self.parts or self.tiles or self.canvas or self.rows or self.pooled
+        return self.parts or self.tiles or self.canvas or self.mosaic or self.rows or self.pooled
 
     def pictures_of(self, split: Split) -> Path:
         return self.pictures if split == "train" else self.held_out_pictures
@@ -227,15 +230,18 @@ class PreparedPictureChats(PreparedRows):
         """Adds :meth:`model_fields` to a new model's configuration, as far as its family has these fields."""
         if model.path is not None:
             return model
-        known = config_class(str(model.type))
-        fields = {name: value for name, value in self.model_fields().items() if known is None or name in known.names}
+        known, decided = config_class(str(model.type)), self.model_fields()
+        fields = {name: value for name, value in decided.items() if known is None or name in known.names}
+        if not fields and (tower := config_class(f"{model.type}_vision")) is not None:  # its tower has them
+            inside = {name: value for name, value in decided.items() if name in tower.names}
+            fields = {"vision_config": {**model.config.get("vision_config", {}), **inside}}
         return replace(model, config={**model.config, **fields})
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         kinds: dict[str, type[Any]] = {"grid": Grid, "parts": Parts, "tiles": Tiles, "rows": RowGrid}
         window = FrameMel if "extractor" in (value.get("window") or {}) else LogMel
-        kinds |= {"canvas": Canvas, "pooled": PooledGrid, "window": window}
+        kinds |= {"canvas": Canvas, "mosaic": Mosaic, "pooled": PooledGrid, "window": window}
         cut = {name: kind(**value[name]) for name, kind in kinds.items() if value.get(name)}
         return super().from_dict({**value, **cut})
 
@@ -300,8 +306,7 @@ def prepare_picture_chats(
         tokens_a_picture=tokens,
         grid=grid,
         parts=parts,
-        tiles=None if isinstance(tiles, Canvas) else tiles,
-        canvas=tiles if isinstance(tiles, Canvas) else None,
+        **_field_of(tiles),
         rows=patches if isinstance(patches, RowGrid) else None,
         pooled=patches if isinstance(patches, PooledGrid) else None,
         opener=opener,
@@ -311,6 +316,12 @@ def prepare_picture_chats(
         told=notes.summary(),
     )
     return _add_figures(known, data, pixels)
+
+
+def _field_of(tiles: Tiles | None) -> dict[str, Any]:
+    """The field of :class:`PreparedPictureChats` that holds this cut."""
+    kinds: dict[str, type[Tiles]] = {"tiles": Tiles, "canvas": Canvas, "mosaic": Mosaic}
+    return {name: tiles for name, kind in kinds.items() if type(tiles) is kind}
 
 
 def _open_sources(

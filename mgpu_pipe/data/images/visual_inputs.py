@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import sight_of
-from mgpu_pipe.architectures.pictures import BEGIN, END, Grid, Parts, PatchGrid, Tiles
+from mgpu_pipe.architectures.pictures import BEGIN, END, Grid, Parts, PatchGrid
+from mgpu_pipe.architectures.tiles import Tiles
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.cache import read_manifest
+from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.model_field import model_field, model_field_or_default
 from mgpu_pipe.data.text.conversations import AUDIO, EVERY_PLACE, PLACE, VIDEO
 from mgpu_pipe.data.text.token_store import load_array, save_array
@@ -81,7 +83,7 @@ def _token(model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo, place
     """Id of a placeholder token, which ``fields`` of the model may name; ConfigError without or with another id."""
     from tokenizers import Tokenizer
 
-    tokens = (model_field(model, name) for name in fields)
+    tokens = (vision_field(model, name) for name in fields)
     known = next((token for token in tokens if token is not None), None)
     read = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
     number: int | None = read.token_to_id(place)

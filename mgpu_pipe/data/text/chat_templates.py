@@ -10,21 +10,23 @@ from pathlib import Path
 from mgpu_pipe.architectures.find import family_of, recordings_of, sight_of
 from mgpu_pipe.architectures.pictures import (
     BEGIN,
-    CANVAS_BEGIN,
-    CANVAS_END,
-    CANVAS_WHOLE,
     END,
-    IMAGE_BEGIN,
     IMAGE_BREAK,
     IMAGE_CLOSE,
-    IMAGE_END,
     IMAGE_OPEN,
     IMAGE_STOP,
-    NEXT_ROW,
-    NEXT_TILE,
     PLACED,
     SOUND_CLOSE,
     SOUND_OPEN,
+)
+from mgpu_pipe.architectures.tiles import (
+    CANVAS_BEGIN,
+    CANVAS_END,
+    CANVAS_WHOLE,
+    IMAGE_BEGIN,
+    IMAGE_END,
+    NEXT_ROW,
+    NEXT_TILE,
 )
 from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.config.hub import DATA

@@ -25,7 +25,7 @@ from mgpu_pipe.models.build import (
     recipe_of,
     tied_sources,
 )
-from mgpu_pipe.models.model_parts import freeze_parameters
+from mgpu_pipe.models.model_parts import freeze_parameters, show_pictures_both_ways
 from mgpu_pipe.models.shard_units import scalars_to_vectors
 from mgpu_pipe.models.speech import read_recordings_alone
 from mgpu_pipe.models.weights.folder import (
@@ -217,6 +217,7 @@ def load_pretrained(
     info[UNTIED] = {name for name, tied in tied_sources(meta).items() if tensors.get(name) is not tensors.get(tied)}
     scalars_to_vectors(loaded)
     read_recordings_alone(loaded)
+    show_pictures_both_ways(loaded)
     if rows is not None and seed is not None:
         add_rows(loaded, meta, seed)
     for name, value in check_loading(model, info, meta, seed).items():

@@ -14,12 +14,14 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.convert import leaves
 from mgpu_pipe.config.group_keys import DeepSpeedOptions, StrategyConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, TrainerConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.system.local_files import expand_home
 from mgpu_pipe.topology import BatchPlan
 
@@ -287,6 +289,10 @@ def _feature_errors(
     if model.compile is True and options.stage == 3:
         fix = "use false, or strategy=fsdp, zero1 or zero2"
         yield ConfigError("model.compile", True, fix, "ZeRO-3 gathers weights inside of a block, by hooks")
+    kind = str(model_fields(model).get("model_type"))
+    if family_of(kind).runs_by_picture and options.stage == 3:
+        reason = f"{kind} runs a module once for each picture, and ranks gather as often"
+        yield ConfigError("strategy.deepspeed.stage", 3, "use strategy=fsdp, zero1 or zero2", reason)
 
 
 def _raw_errors(strategy: StrategyConfig) -> Iterator[BadInputError]:
