@@ -50,6 +50,7 @@ OBJECTIVES = (
     ("sound_classification", HF, r"sound_classification.*::test_(loss|spectrograms)_"),
     ("sound_tagging", HF, r"sound_classification.*::test_tags_have"),
     ("contrastive, two towers", HF, r"two_towers.*::test_loss_"),
+    ("sound_contrastive, CLAP", HF, r"sound_contrastive.*::test_loss_"),
     ("orpo", TRL, r"trl.*::test_pairs_.*\[orpo"),
     ("simpo", TRL, r"trl.*::test_pairs_.*\[simpo"),
     ("cpo", TRL, r"trl.*::test_pairs_.*\[cpo"),
@@ -58,7 +59,15 @@ OBJECTIVES = (
     ("reward, margins, centred", TRL, r"trl.*::test_reward\[0.3"),
 )
 """Name, library, and a pattern of the tests' names."""
-FILES = ("text_embedding", "text_similarity", "reranker", "sound_classification", "two_towers", "trl")
+FILES = (
+    "text_embedding",
+    "text_similarity",
+    "reranker",
+    "sound_classification",
+    "sound_contrastive",
+    "two_towers",
+    "trl",
+)
 FAMILIES = {
     "BERT": "masked_lm",
     "RoBERTa": "masked_lm @roberta1",
@@ -103,7 +112,7 @@ class Recorder:
 
     def pytest_runtest_teardown(self, item: Any) -> None:
         given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        exact = "two_towers" in item.nodeid or torch.float64 in given
+        exact = any(name in item.nodeid for name in ("two_towers", "sound_contrastive")) or torch.float64 in given
         for name in (name for name, _, pattern in OBJECTIVES if re.search(pattern, item.nodeid)):
             largest = self.found.setdefault((name, PRECISIONS[exact]), {})
             for quantity, difference in LARGEST.items():

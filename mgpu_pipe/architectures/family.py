@@ -106,6 +106,7 @@ Role = Literal[
     "chat_tower",
     "waveform_encoder",
     "sound_classifier",
+    "sound_and_text",
     "transcriber",
     "token_matcher",
 ]

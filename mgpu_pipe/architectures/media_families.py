@@ -47,6 +47,8 @@ _OWN: Mapping[str, Family] = {
         roles=("two_towers",),
         caption_mask=True,
     ),
+    # CLAP: a tower of shifted windows over spectrograms, which no plan cuts, one like RoBERTa for texts.
+    "clap": Family(stages=None, tensor=False, roles=("sound_and_text",), caption_mask=True),
     "clip": Family(
         modules={"CLIPAttention": OUT_PROJ, "CLIPMLP": FC},
         reads_inside=("CLIPTextEmbeddings",),

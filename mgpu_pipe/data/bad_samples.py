@@ -29,6 +29,7 @@ UNABLE: dict[str, tuple[tuple[str, ...], str]] = {
     "preferences": (("truncate", "split"), "conversations that are cut compare other answers"),
     "unpaired": (("truncate", "split"), "a conversation that is cut ends with another answer"),
     "captioned_images": (("split",), "no piece of a caption describes the whole picture"),
+    "captioned_sounds": (("split",), "no piece of a caption describes the whole recording"),
     "picture_chats": (("truncate", "split"), "a cut goes through the places of a picture"),
     "speech": (("truncate", "split"), "a part of a recording does not say its text"),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data import arrays
-from mgpu_pipe.data.audio import prepare_audio, prepare_labelled
+from mgpu_pipe.data.audio import prepare_audio, prepare_labelled, prepare_sound_captions
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.images import prepare_captions, prepare_chats, prepare_images
@@ -28,6 +28,7 @@ PREPARE: dict[type[Prepared], Prepare] = {
     prepare_audio.PreparedSpeech: prepare_audio.prepare_speech,
     prepare_labelled.PreparedLabelledSounds: prepare_labelled.prepare_labelled_sounds,
     prepare_labelled.PreparedTaggedSounds: prepare_labelled.prepare_tagged_sounds,
+    prepare_sound_captions.PreparedSoundCaptions: prepare_sound_captions.prepare_sound_captions,
 }
 """Kinds of samples, and the functions that prepare them from the sections that they read."""
 PREPARE_RUN: dict[type[Prepared], Callable[[RunConfig, Progress | None], Prepared]] = {

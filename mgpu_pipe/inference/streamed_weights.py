@@ -39,7 +39,9 @@ def probe(model: PreTrainedModel) -> Inputs:
     if model.main_input_name == "input_values":
         samples = Frames.from_fields(model.config.to_dict()).min_samples(PROBE_TOKENS)
         return {"input_values": torch.randn(PROBE_ROWS, samples, generator=generator)}
-    if two_towers or model.main_input_name == "pixel_values":
+    if two_towers and hasattr(model.config, "audio_config"):
+        inputs["input_features"] = torch.randn(PROBE_ROWS, *spectrogram_shape(model.config), generator=generator)
+    elif two_towers or model.main_input_name == "pixel_values":
         inputs["pixel_values"] = torch.randn(PROBE_ROWS, *picture_shape(model.config), generator=generator)
         if not two_towers:
             return inputs
@@ -65,12 +67,10 @@ def probe(model: PreTrainedModel) -> Inputs:
 def compute_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
     """The logits of ``model`` for ``inputs``; the last states of a model without a head."""
     is_encoder = inputs.keys() & {"pixel_values", "input_values"} or inputs.keys() == {"input_features"}
-    cached = {} if is_encoder else {"use_cache": False}
+    cached = {} if is_encoder or has_two_towers(model) else {"use_cache": False}
     output = model(**inputs, **cached)
-    if "logits" not in output and "last_hidden_state" in output and "logits_per_image" not in output:
-        states: torch.Tensor = output.last_hidden_state
-        return states
-    logits: torch.Tensor = output.logits_per_image if "logits_per_image" in output else output.logits
+    names = ("logits_per_image", "logits_per_audio", "logits", "last_hidden_state")
+    logits: torch.Tensor = next(output[name] for name in names if name in output)
     return logits
 
 

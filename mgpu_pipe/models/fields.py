@@ -362,8 +362,9 @@ def picture_tokens(config: Any) -> int:
 
 
 def has_two_towers(model: Any) -> bool:
-    """Whether a model compares pictures with texts, as CLIP does: it learns the scale of logits, a number in Cohere."""
-    return hasattr(getattr(model, "logit_scale", None), "requires_grad")
+    """Whether a model compares pictures or recordings with texts, as CLIP and CLAP do: it learns the scale of logits, a
+    number in Cohere."""
+    return any(hasattr(getattr(model, name, None), "requires_grad") for name in ("logit_scale", "logit_scale_a"))
 
 
 def noise_fields(fields: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from mgpu_pipe.architectures.family import FRAMES_A_POSITION, SECOND, Frames
@@ -155,8 +156,31 @@ def prepare_spectrogram_encoder(model: Any) -> None:
     first.register_forward_pre_hook(cast_to_weights)
 
 
-def spectrogram_shape(config: Any) -> tuple[int, int]:
-    """Shape of one recording's spectrogram: (bands, frames) of Whisper, (frames, bands) of a model of patches."""
+class FixedNorm(nn.BatchNorm2d):
+    """Batch norm that uses its stored statistics in training too, and leaves them as they are."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        dtype = self.weight.dtype
+        mean, variance = (cast(torch.Tensor, values).to(dtype) for values in (self.running_mean, self.running_var))
+        return F.batch_norm(states.to(dtype), mean, variance, self.weight, self.bias, False, eps=self.eps)
+
+
+def fix_norms(model: nn.Module) -> None:
+    """Makes each recording's result independent of its micro-batch, in place: batch norms use stored statistics.
+
+    They take float32 in every precision.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = FixedNorm
+
+
+def spectrogram_shape(config: Any) -> tuple[int, ...]:
+    """Shape of one recording's spectrogram: (bands, frames) of Whisper, (frames, bands) of a model of patches, and of
+    CLAP (1, frames, bands), with the most frames that it takes."""
+    if hasattr(config, "audio_config"):
+        part = config.audio_config
+        return 1, int(part.spec_size) * (int(part.spec_size) // int(part.num_mel_bins)), int(part.num_mel_bins)
     if hasattr(config, "max_source_positions"):
         return int(config.num_mel_bins), FRAMES_A_POSITION * int(config.max_source_positions)
     return int(config.max_length), int(config.num_mel_bins)

@@ -20,6 +20,7 @@ FILES = {
     ),
     "simpo": ("preference_keys.SIMPO", "preference_pairs.SimPOObjective"),
     "sound_classification": ("class_keys.SOUND_CLASSIFICATION", "sound_classification.SoundClassificationObjective"),
+    "sound_contrastive": ("picture_keys.SOUND_CONTRASTIVE", "sound_contrastive.SoundContrastiveObjective"),
     "sound_tagging": ("class_keys.SOUND_TAGGING", "sound_classification.SoundTaggingObjective"),
     "speech_seq2seq": ("transcript_keys.SPEECH_SEQ2SEQ", "seq2seq.SpeechSeq2SeqObjective"),
     "text_embedding": ("vector_keys.TEXT_EMBEDDING", "text_embedding.TextEmbeddingObjective"),

@@ -209,11 +209,7 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         generator = step_generator(seed, step)
         text = self._config.text_config
         length = min(seq_len, text.max_position_embeddings)
-        ids = torch.randint(0, text.vocab_size - 1, (samples, length), generator=generator)
-        ids = torch.where(ids >= self._end, ids + 1, ids)
-        lengths = torch.randint(2, length + 1, (samples, 1), generator=generator)
-        lengths[-1] = length
-        ids[torch.arange(length) >= lengths - 1] = self._end
+        ids = random_captions(samples, length, text.vocab_size, self._end, generator)
         pictures = torch.randn(samples, *picture_shape(self._config), generator=generator)
         numbered = {name: torch.arange(samples) for name in ("labels", "picture_ids")}
         return {"pixel_values": pictures, "input_ids": ids, **numbered}
@@ -246,8 +242,24 @@ def two_tower_inputs(batch: Mapping[str, torch.Tensor], config: Any) -> dict[str
     inputs = {name: batch[name] for name in ("pixel_values", "input_ids")}
     if not family_of(config.model_type).caption_mask:
         return inputs
-    ends = (batch["input_ids"] == caption_end_token(config)).long()
-    return {**inputs, "attention_mask": (ends.cumsum(1) - ends == 0).long()}
+    return {**inputs, "attention_mask": caption_mask(batch["input_ids"], caption_end_token(config))}
+
+
+def caption_mask(ids: torch.Tensor, end: int) -> torch.Tensor:
+    """1 up to the first ``end`` of each caption, 0 after it, int64, like ``ids``, (rows, seq_len)."""
+    ends = (ids == end).long()
+    return (ends.cumsum(1) - ends == 0).long()
+
+
+def random_captions(samples: int, length: int, vocab_size: int, end: int, generator: torch.Generator) -> torch.Tensor:
+    """Random tokens of captions of uneven lengths, padded with ``end``, int64, (samples, length). The last caption
+    fills its row."""
+    ids = torch.randint(0, vocab_size - 1, (samples, length), generator=generator)
+    ids = torch.where(ids >= end, ids + 1, ids)
+    lengths = torch.randint(2, length + 1, (samples, 1), generator=generator)
+    lengths[-1] = length
+    ids[torch.arange(length) >= lengths - 1] = end
+    return ids
 
 
 def _indices(values: torch.Tensor) -> torch.Tensor:

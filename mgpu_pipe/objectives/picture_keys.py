@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from mgpu_pipe.architectures.find import families_in_role, families_with, family_of, sight_of
@@ -96,29 +97,34 @@ class ContrastiveConfig(CachedFeaturesConfig):
 
 
 DIRECTIONS = {"image_to_text": "caption for a picture", "text_to_image": "picture for a caption"}
+SOUND_DIRECTIONS = {"sound_to_text": "caption for a recording", "text_to_sound": "recording for a caption"}
 
 
-def measure_contrastive(sums: Sequence[float]) -> dict[str, float]:
+def measure_contrastive(sums: Sequence[float], directions: Sequence[str] = tuple(DIRECTIONS)) -> dict[str, float]:
     loss, pictures, right, *hits, samples = sums
     metrics = {"val/loss": loss / samples, "val/zero_shot_accuracy": right / samples}
     recalls = iter(hits)
-    for direction, queries in zip(DIRECTIONS, (round(pictures) or 1, samples), strict=True):
+    for direction, queries in zip(directions, (round(pictures) or 1, samples), strict=True):
         metrics |= {f"val/{direction}_recall@{rank}": next(recalls) / queries for rank in RANKS}
     return metrics
+
+
+def _retrieval_metrics(directions: Mapping[str, str]) -> tuple[Metric, ...]:
+    return (
+        Metric("val/loss", "held-out loss", "nats a sample"),
+        Metric("val/zero_shot_accuracy", "zero-shot accuracy", percent=True, higher_is_better=True, headline=True),
+        *(
+            Metric(f"val/{direction}_recall@{rank}", f"{label}, recall@{rank}", percent=True, higher_is_better=True)
+            for direction, label in directions.items()
+            for rank in RANKS
+        ),
+    )
 
 
 CONTRASTIVE = Description(
     name="contrastive",
     keys=ContrastiveConfig,
-    metrics=(
-        Metric("val/loss", "held-out loss", "nats a sample"),
-        Metric("val/zero_shot_accuracy", "zero-shot accuracy", percent=True, higher_is_better=True, headline=True),
-        *(
-            Metric(f"val/{direction}_recall@{rank}", f"{label}, recall@{rank}", percent=True, higher_is_better=True)
-            for direction, label in DIRECTIONS.items()
-            for rank in RANKS
-        ),
-    ),
+    metrics=_retrieval_metrics(DIRECTIONS),
     measured=measure_contrastive,
     counts="samples",
     model_class="AutoModelForZeroShotImageClassification",
@@ -127,6 +133,37 @@ CONTRASTIVE = Description(
     families=families_in_role("two_towers"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("clip",),
+)
+
+
+@dataclass
+class SoundContrastiveConfig(ObjectiveConfig):
+    name: str = "sound_contrastive"
+
+    max_scale: float = field(default=100.0, metadata={"at_least": 1})
+    """Largest value of the two learnt numbers that multiply similarities."""
+
+    def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
+        errors = super().data_errors(data, model)
+        if model.path is None and model.type is not None:
+            reason = "the statistics of its batch norm stay as they are, and a new model has none"
+            fix = "give model=hf model.path=<a folder with its weights>"
+            errors.append(ConfigError("model.type", model.type, fix, reason))
+        return errors
+
+
+SOUND_CONTRASTIVE = Description(
+    name="sound_contrastive",
+    keys=SoundContrastiveConfig,
+    metrics=_retrieval_metrics(SOUND_DIRECTIONS),
+    measured=partial(measure_contrastive, directions=tuple(SOUND_DIRECTIONS)),
+    counts="samples",
+    model_class="AutoModel",
+    attention="own",
+    samples="captioned_sounds",
+    families=families_in_role("sound_and_text"),
+    refused_axes=("pp", "cp", "ep"),
+    other_names=("clap",),
 )
 
 

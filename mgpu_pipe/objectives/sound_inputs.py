@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.audio.filter_bank import FilterBank, window_of
+from mgpu_pipe.data.audio.filter_bank import Window, window_of
 from mgpu_pipe.data.audio.listen import Sound
-from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.recordings import Spans, random_of_spans
 from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet
@@ -146,13 +145,13 @@ class WaveInputs:
 class Spectrograms(ChangedSamples):
     """Spectrograms of recordings; training ones may have hidden spans."""
 
-    window: LogMel | FilterBank
+    window: Window
     hidden: tuple[Spans, Spans]
     """Spans of frames, and of bands."""
     seed: int
 
     @classmethod
-    def from_model(cls, samples: SampleSet, window: LogMel | FilterBank, model: ModelConfig, seed: int) -> Spectrograms:
+    def from_model(cls, samples: SampleSet, window: Window, model: ModelConfig, seed: int) -> Spectrograms:
         """Spectrograms with what the model's configuration hides of them in training."""
         fields = resolved_fields(model)
         hidden = (Spans.from_fields(fields, "time"), Spans.from_fields(fields, "feature"))
@@ -170,7 +169,8 @@ class Spectrograms(ChangedSamples):
                 bands = self.window.by_band(features[row])
                 bands[:, :frames][:, self.hidden[0].draw_mask(frames, random)] = 0
                 bands[self.hidden[1].draw_mask(self.window.bins, random)] = 0
-        return {self.window.input_name: torch.from_numpy(features), "labels": read["labels"]}
+        others = {name: value for name, value in read.items() if name not in ("input_values", "lengths")}
+        return {self.window.input_name: torch.from_numpy(features), **others}
 
 
 class SpectrogramInputs:

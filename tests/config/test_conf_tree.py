@@ -90,6 +90,7 @@ NEEDS_MORE = {
     ("data", "spoken_questions"),
     ("experiment", "spoken_questions"),
     ("data", "tagged_audio_list"),
+    ("data", "captioned_audio_list"),
     ("model", "ast_tiny"),
     ("experiment", "sound_digits"),
     ("data", "git_files"),

@@ -45,6 +45,21 @@ def expanded(words: str) -> list[str]:
     return [part for word in words.split() for part in VARIANTS.get(word, word).split()]
 
 
+CLAP: dict[str, dict[str, Any]] = {
+    "audio": {
+        **{"num_mel_bins": 8, "spec_size": 32, "window_size": 2, "patch_embeds_hidden_size": 16, "hidden_size": 32},
+        **{"depths": "[1,1]", "num_attention_heads": "[2,4]", "num_hidden_layers": 2, "hidden_dropout_prob": 0.0},
+    },
+    "text": {
+        **{"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"intermediate_size": 48, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0},
+        "attention_probs_dropout_prob": 0.0,
+    },
+}
+"""Fields of the towers of a tiny CLAP."""
+CLAP_WORDS = "model=hf model.type=clap model.config.projection_dim=16" + "".join(
+    f" model.config.{part}_config.{name}={value}" for part, fields in CLAP.items() for name, value in fields.items()
+)
 VARIANTS = {
     "@roberta": "model.config.text_config.model_type=xlm-roberta model.config.text_config.max_position_embeddings=40",
     "@camembert": "model.type=camembert model.config.pad_token_id=1",
@@ -164,6 +179,16 @@ CONTRACTS = {
             strategy=zero3 @roberta
         4 exhaustive: strategy=fsdp strategy.tp=2 precision=bf16
         """,
+    ),
+    "sound_contrastive": Contract(
+        f"objective=sound_contrastive {CLAP_WORDS}",
+        """
+        2 slow: strategy=fsdp data.micro_batch_size=2
+        2 exhaustive: strategy=ddp; strategy=zero1; strategy=zero2; strategy=zero3; strategy=fsdp precision=bf16
+        1 exhaustive: strategy=single data.micro_batch_size=2
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
+        """,
+        target="audio_projection.linear2",
     ),
     "seq2seq": Contract(
         "objective=seq2seq data=number_words model=t5_tiny",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.objectives.test_sequence_classification import write_rows
+from tests.objectives.test_sound_contrastive import folder_of_clap, list_of_captions
 from tests.support.embedding_pairs import write_pairs, write_scored_pairs
 from tests.support.needs import need_digits, need_speech
 from tests.support.sounds import RATE, list_of_tones
@@ -24,6 +25,7 @@ OBJECTIVES = {
     + (f"data.sampling_rate={RATE}",),
     "sound_tagging": ("model=wav2vec2_tiny", "objective=sound_tagging", "data=tagged_audio_list")
     + (f"data.sampling_rate={RATE}",),
+    "sound_contrastive": ("model=hf", "objective=sound_contrastive", "data=captioned_audio_list", "data.seq_len=24"),
     "sequence_classification": ("model=bert_tiny", "objective=sequence_classification", "data=labelled_jsonl")
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "text_embedding": ("model=bert_tiny", "objective=text_embedding", "data=embedding_pairs")
@@ -66,6 +68,12 @@ def list_overrides(name: str, folder: Path, table: dict[str, tuple[str, ...]] = 
         sounds = folder / f"sounds-{name}"
         sounds.mkdir()
         return *overrides, f"data.paths=[{list_of_tones(sounds, column='label')}]"
+    if "data=captioned_audio_list" in overrides:
+        need_speech()
+        sounds = folder / f"sounds-{name}"
+        sounds.mkdir()
+        listed = f"data.paths=[{list_of_captions(sounds)}]"
+        return *overrides, listed, f"model.path={folder_of_clap(folder / 'clap')}"
     if "data=embedding_pairs" in overrides:
         return *overrides, f"data.paths=[{write_pairs(folder / 'pairs.jsonl')}]"
     if "data=scored_pairs" in overrides:

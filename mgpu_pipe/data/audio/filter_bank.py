@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.audio.clap_mel import ClapMel
 from mgpu_pipe.data.audio.decode_audio import Wave
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.model_field import check_extractor, model_field, preprocessor_of
@@ -150,7 +151,11 @@ class FilterBank:
         }
 
 
-def window_of(model: ModelConfig, rate: int) -> LogMel | FilterBank | None:
+Window = LogMel | FilterBank | ClapMel
+"""Spectrograms of a fixed window."""
+
+
+def window_of(model: ModelConfig, rate: int) -> Window | None:
     """Window that ``model`` reads at ``rate``, None for waveforms; ConfigError or ModelFolderError if it does not
     fit."""
-    return LogMel.from_model(model, rate) or FilterBank.from_model(model, rate)
+    return LogMel.from_model(model, rate) or FilterBank.from_model(model, rate) or ClapMel.from_model(model, rate)

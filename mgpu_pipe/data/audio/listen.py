@@ -17,6 +17,7 @@ from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.config.schema import Auto, DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.audio import synthesis
+from mgpu_pipe.data.audio.clap_mel import RATE, reads_clap_spectrograms
 from mgpu_pipe.data.audio.decode_audio import Wave, decode, resample, soundfile
 from mgpu_pipe.data.audio.filter_bank import reads_filter_banks, window_of
 from mgpu_pipe.data.audio.log_mel import USUAL_RATE, reads_spectrograms
@@ -57,10 +58,12 @@ class Sound:
         if isinstance(trained_rate, int) and data.sampling_rate not in ("auto", trained_rate):
             reason = f"the model was trained on {trained_rate} samples a second"
             raise ConfigError("data.sampling_rate", data.sampling_rate, "leave it out", reason)
-        usual = trained_rate if isinstance(trained_rate, int) and trained_rate > 0 else USUAL_RATE
+        is_clap = reads_clap_spectrograms(model)
+        usual = RATE if is_clap else USUAL_RATE
+        usual = trained_rate if isinstance(trained_rate, int) and trained_rate > 0 else usual
         rate = usual if data.sampling_rate == "auto" else data.sampling_rate
         # The field is of the filter banks; Whisper's extractor leaves it unread.
-        if reads_filter_banks(model) or reads_spectrograms(model):
+        if is_clap or reads_filter_banks(model) or reads_spectrograms(model):
             return cls(rate, normalise=False)
         return cls(rate, bool(said.get("do_normalize", True)))
 
@@ -110,6 +113,8 @@ CLASS_FOLDERS = ClassFolders("recordings", SUFFIXES)
 _POOL_FROM = 512
 _INEXACT_SECONDS = 0.25
 """Seconds that a recording may last longer than a table states; a part of it is a tenth shorter, too."""
+WORDS = {"text": "text_column", "caption": "caption_column"}
+"""Key of the column of a recording's text or caption; that of classes is another."""
 TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"
 
 
@@ -123,7 +128,7 @@ def list_recordings(data: AudioConfig, patterns: Sequence[str], key: str, keep: 
     says = speech_source(data).says
     if says == "folder":
         return [entry for pattern in patterns for entry in CLASS_FOLDERS.entries(pattern, key)]
-    columns = ("audio_column", "text_column" if says == "text" else "label_column", says)
+    columns = ("audio_column", WORDS.get(says, "label_column"), says)
     return list(entries_of(files.expand_paths(patterns, key), data, key, *columns, keep=keep))
 
 

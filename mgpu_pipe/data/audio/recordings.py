@@ -20,11 +20,13 @@ from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.samples import Split, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.caption_tokens import TABLE
 from mgpu_pipe.data.text.token_store import load_array
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
     from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
+    from mgpu_pipe.data.audio.prepare_sound_captions import PreparedSoundCaptions
     from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
 
 
@@ -181,7 +183,7 @@ class SpeechSamples(SoundSamples):
 class LabelledSounds(SoundSamples):
     """Recordings with a class, or with several."""
 
-    def open_labels(self, prepared: PreparedLabelledSounds, split: Split) -> None:
+    def open_labels(self, prepared: PreparedLabelledSounds | PreparedSoundCaptions, split: Split) -> None:
         self._labels, self._segment = prepared.labels(split), prepared.segment_samples
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
@@ -205,3 +207,18 @@ class LabelledSounds(SoundSamples):
         is_drawn = self._split == "train" and number >= 0
         start = int(random_of(self._seed ^ _PART_KEY, number).integers(spare + 1)) if is_drawn else spare // 2
         return wave[start : start + cast(int, self._segment)]
+
+
+class CaptionedSounds(LabelledSounds):
+    """Recordings with captions."""
+
+    def open_labels(self, prepared: Any, split: Split) -> None:
+        super().open_labels(prepared, split)
+        self._tokens, self._ids = load_array(prepared.table_of(split) / TABLE), prepared.recording_ids(split)
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Tensors of the recordings ``indices``; ``labels``, (rows,), are equal for equal captions. Adds their tokens,
+        ``input_ids``, (rows, seq_len), and ``recording_ids``, (rows,), equal for equal recordings; all int64."""
+        read = super().batch(indices, numbers)
+        ids = self._tokens[read["labels"].numpy()].astype(np.int64)
+        return {**read, "input_ids": torch.from_numpy(ids), "recording_ids": torch.from_numpy(self._ids[indices])}

@@ -44,6 +44,15 @@ class LabelledAudioConfig(AudioConfig):
     in training, its middle in an evaluation. null takes recordings whole."""
 
 
+@dataclass
+class CaptionedAudioConfig(AudioConfig):
+    caption_column: str = "caption"
+    """Name of the field with a recording's caption or list of captions."""
+
+    def sample_text(self) -> str:
+        return f"{super().sample_text()} with captions of {self.seq_len} tokens"
+
+
 Speak = Callable[[DataConfig, int, Path, Progress], tuple[Path, Path]]
 """Builds or finds the cache folders of the training and the held-out recordings, given the sampling rate."""
 
@@ -54,14 +63,14 @@ class SpeechSource(DataSource):
 
     Attributes:
         speak: builds the cache folders of its recordings; None where files hold them.
-        says: label of a recording: its text, its class, its classes, or the name of its folder.
+        says: label of a recording: its text, its caption, its class, its classes, or the name of its folder.
     """
 
     samples: str = "speech"
     keys: type[Any] | None = AudioConfig
     reads_files: bool = True
     speak: Speak | None = None
-    says: Literal["text", "class", "classes", "folder"] = "text"
+    says: Literal["text", "caption", "class", "classes", "folder"] = "text"
 
 
 def speech_source(data: DataConfig) -> SpeechSource:

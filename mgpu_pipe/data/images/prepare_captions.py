@@ -7,7 +7,7 @@ each template, consecutively.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,27 +15,24 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
-from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, run_cache
+from mgpu_pipe.data.bad_samples import describe_too_long
+from mgpu_pipe.data.cache import Progress, no_progress, run_cache
 from mgpu_pipe.data.images.image_keys import CaptionConfig, layout_of
 from mgpu_pipe.data.images.prepare_images import PreparedImages, add_figures, scan_images
 from mgpu_pipe.data.images.scan_images import LabelledImages
-from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.prepared_splits import stored_names
 from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.text.documents import Document, Source
-from mgpu_pipe.data.text.file_source import Row
-from mgpu_pipe.data.text.pair_template import RowEncoder
-from mgpu_pipe.data.text.token_store import load_array, save_array
-from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
-
-TABLE, LENGTHS = "captions.npy", "lengths.npy"
-_FORMAT = 1
-_AT_ONCE = 1024
-"""Captions encoded at once."""
+from mgpu_pipe.data.text.caption_tokens import (
+    TABLE,
+    are_too_long,
+    lengths_folder,
+    refuse_long_captions,
+    tokenize_captions,
+    with_end_of_text,
+)
+from mgpu_pipe.data.text.token_store import load_array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +59,7 @@ class PreparedCaptions(PreparedImages):
 
     def long_captions(self, split: Split) -> NDArray[np.bool_]:
         """Which samples of a split have a caption, or a caption of their class, that does not fit."""
-        table = self.table_of(split)
-        long = load_array(_lengths_folder(table) / LENGTHS) > load_array(table / TABLE).shape[1]
+        long = are_too_long(self.table_of(split))
         names = stored_names(self.folder_of(split))
         numbers = load_array(self.folder_of(split) / "labels.npy")[super().pictures(split)]
         rows: NDArray[np.bool_] = long.reshape(len(names), -1).any(1)[numbers]
@@ -88,8 +84,7 @@ class PreparedCaptions(PreparedImages):
         return names, tokens.reshape(len(names), len(data.captions), -1)
 
     def is_here(self) -> bool:
-        tables = (self.table, self.held_out_table)
-        return super().is_here() and all(_lengths_folder(table).exists() for table in tables)
+        return super().is_here() and all(lengths_folder(table).exists() for table in (self.table, self.held_out_table))
 
     def too_long(self, data: DataConfig) -> str:
         return describe_too_long(self.too_long_samples, "captions", self.on_too_long, f"data.seq_len={data.seq_len}")
@@ -151,14 +146,7 @@ def prepare_captions(
     ways = ways_to_say(data)
     texts = {folder: _captions(folder, ways) for folder in dict.fromkeys((scan.folder, scan.held_out_folder))}
     with run_cache(data) as cache:
-        first = texts[scan.folder]
-
-        def documents() -> Iterator[Document]:
-            return (Document(text, str(scan.folder), 1) for text in first)
-
-        source = Source("captions", digest_of("captions", first), len(first), documents)
-        tokenizer = resolve_tokenizer(model, data, objective, [(data, source)], cache, report)
-        tables = {folder: _table(model, data, each, tokenizer, cache) for folder, each in texts.items()}
+        tokenizer, tables = tokenize_captions(model, data, objective, texts, cache, report)
     known = PreparedCaptions(
         **scan.fields(),
         classes=[],
@@ -168,9 +156,7 @@ def prepare_captions(
         end_of_text=tokenizer.eos_token_id,
         on_too_long="truncate" if data.on_too_long == "auto" else data.on_too_long,
     )
-    if data.on_too_long == "refuse":
-        lengths = [load_array(_lengths_folder(table) / LENGTHS) for table in dict.fromkeys(tables.values())]
-        refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "captions"), np.concatenate(lengths))
+    refuse_long_captions(data, tables.values())
     long = sum(int(known.long_captions(split).sum()) for split in ("train", "validation"))
     dropped = ["drop"] if long and known.on_too_long == "drop" else []
     seen = (scan.seen, *(table.name for table in tables.values()), *dropped)
@@ -179,54 +165,3 @@ def prepare_captions(
 
 def _captions(folder: Path, ways: Sequence[str]) -> list[str]:
     return [way.replace("{}", name) for name in stored_names(folder) for way in ways]
-
-
-def _table(model: ModelConfig, data: DataConfig, texts: Sequence[str], tokenizer: TokenizerInfo, cache: Path) -> Path:
-    """Builds the folder of padded caption tokens; a longer caption is cut before its end token."""
-    length = data.seq_len
-    padding = _padding(model, tokenizer)
-    folder = cache / "tokens" / digest_of("captions", _FORMAT, texts, tokenizer.digest, length, padding)
-
-    def build(out: Path) -> dict[str, Any]:
-        encoder, parts = RowEncoder(tokenizer, length), []
-        for start in range(0, len(texts), _AT_ONCE):
-            part = texts[start : start + _AT_ONCE]
-            encoded, _ = encoder.encode([Row((text,), "", "", 0) for text in part])
-            inside = np.arange(length) < encoded.lengths[:, None]
-            rows = np.full((len(part), length), padding, np.int32)
-            rows[inside] = encoded.tokens
-            parts.append(rows)
-        save_array(out / TABLE, np.concatenate(parts))
-        return {"captions": len(texts)}
-
-    def measure(out: Path) -> dict[str, Any]:
-        encoder = RowEncoder(tokenizer, length)
-        parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
-        lengths = [encoder.lengths([Row((text,), "", "", 0) for text in part]) for part in parts]
-        save_array(out / LENGTHS, np.array([number for part in lengths for number in part], np.int64))
-        return {"captions": len(texts)}
-
-    build_once(folder, build)
-    build_once(_lengths_folder(folder), measure)
-    return folder
-
-
-def _lengths_folder(table: Path) -> Path:
-    """Folder next to a table with ``lengths.npy``, (captions,): the tokens that each caption needs."""
-    return table.with_name(f"{table.name}.lengths")
-
-
-def _padding(model: ModelConfig, tokenizer: TokenizerInfo) -> int:
-    """Padding token of captions: the end token for CLIP, which ignores it; SigLIP's own, which it reads."""
-    text = model_field(model, "text_config")
-    padding = text.get("pad_token_id") if isinstance(text, Mapping) else None
-    siglip = model.type == "siglip" or model_field(model, "model_type") == "siglip"
-    return padding if siglip and isinstance(padding, int) else tokenizer.eos_token_id
-
-
-def with_end_of_text(model: ModelConfig, token: int) -> ModelConfig:
-    """``model`` with the end-of-text id in its text tower, where it is new or of a family that needs to be given it."""
-    if model.path is not None and not family_of(str(model_field(model, "model_type"))).caption_mask:
-        return model
-    text = {**model.config.get("text_config", {}), "eos_token_id": token}
-    return replace(model, config={**model.config, "text_config": text})

@@ -2,7 +2,10 @@
 
 VARIANTS = {
     "compared_texts": ("embedding_pairs", "scored_pairs"),
-    "labelled_recordings": ("audio_list", "audio_folder", "labelled_audio_list", "tagged_audio_list"),
+    "labelled_recordings": (
+        *("audio_list", "audio_folder", "labelled_audio_list", "tagged_audio_list"),
+        "captioned_audio_list",
+    ),
     "picture_sets": (
         *("image_folder", "image_list", "image_tar", "captioned_folder", "captions", "captioned_tar"),
         "picture_chats",

@@ -1,12 +1,13 @@
-"""Recordings with their text, class or classes, in tables of paths or in a folder for each class."""
+"""Recordings with their text, caption, class or classes, in tables of paths or in a folder for each class."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
 
+from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
-from mgpu_pipe.data.audio.speech_source import AudioConfig, LabelledAudioConfig, SpeechSource
+from mgpu_pipe.data.audio.speech_source import AudioConfig, CaptionedAudioConfig, LabelledAudioConfig, SpeechSource
 
 
 def check_recordings(model: ModelConfig, data: DataConfig) -> None:
@@ -38,5 +39,12 @@ SOURCES = (
         samples="tagged_sounds",
         keys=LabelledAudioConfig,
         reads=("classes", "label_column"),
+    ),
+    recordings(
+        name="captioned_audio_list",
+        says="caption",
+        samples="captioned_sounds",
+        keys=CaptionedAudioConfig,
+        reads=TEXT_KEYS,
     ),
 )
