@@ -51,7 +51,7 @@ CLAP: dict[str, dict[str, Any]] = {
         **{"depths": "[1,1]", "num_attention_heads": "[2,4]", "num_hidden_layers": 2, "hidden_dropout_prob": 0.0},
     },
     "text": {
-        **{"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"intermediate_size": 48, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0},
         "attention_probs_dropout_prob": 0.0,
     },
