@@ -152,7 +152,7 @@ class SpeechSeq2SeqObjective(KeyedObjective, SoundObjective):
         )
 
     @property
-    def _shape(self) -> tuple[int, int]:
+    def _shape(self) -> tuple[int, ...]:
         return spectrogram_shape(self.model.config)
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:

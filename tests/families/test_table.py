@@ -18,7 +18,7 @@ FORMAT = "names that GGUF gives to architectures and tokenizers"
 NAMESAKE = "another thing of that name"
 NAMES_FAMILIES = {
     "data/audio/filter_bank.py": "the recipe of one extractor",
-    "data/images/prepare_captions.py": "the text tower of SigLIP reads its padding",
+    "data/text/caption_tokens.py": "the text tower of SigLIP reads its padding",
     "data/model_field.py": "the default text tower of transformers",
     "data/sources/git_files.py": NAMESAKE,
     "data/text/chat_templates.py": "names of shipped templates",

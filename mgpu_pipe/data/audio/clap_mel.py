@@ -34,7 +34,11 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def reads_clap_spectrograms(model: ModelConfig) -> bool:
-    return (model_field(model, "model_type") or model.type) in families_in_role("sound_and_text")
+    return _kind(model) in families_in_role("sound_and_text")
+
+
+def _kind(model: ModelConfig) -> str:
+    return str(model_field(model, "model_type") or model.type)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class ClapMel:
         """Reads the settings of ``model``, None if it reads something else; ModelFolderError if they do not fit."""
         if not reads_clap_spectrograms(model):
             return None
-        part = {**_usual(), **(model_field(model, "audio_config") or {})}
+        known = config_class(f"{_kind(model)}_audio_model")
+        part = {**(known.defaults if known else {}), **(model_field(model, "audio_config") or {})}
         said = preprocessor_of(model.path, "feature_extractor")
         bins = int(part["num_mel_bins"])
         check_extractor(model, said, {"feature_size": bins})
@@ -120,8 +125,3 @@ class ClapMel:
             "padding_side": "right",
             "return_attention_mask": False,
         }
-
-
-def _usual() -> Mapping[str, Any]:
-    known = config_class("clap_audio_model")
-    return known.defaults if known else {}
