@@ -62,8 +62,8 @@ class PreparedCaptions(PreparedImages):
         long = are_too_long(self.table_of(split))
         names = stored_names(self.folder_of(split))
         numbers = load_array(self.folder_of(split) / "labels.npy")[super().pictures(split)]
-        of_names: NDArray[np.bool_] = long.reshape(len(names), -1).any(axis=1, keepdims=True)
-        return of_names[numbers, 0]
+        rows: NDArray[np.bool_] = np.asarray(long.reshape(len(names), -1).any(1))[numbers]
+        return rows
 
     def labels(self, split: Split) -> NDArray[np.int64]:
         """Caption or class of each sample of a split: its index among the names of its folder."""
