@@ -176,9 +176,8 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         whole = {"processor_class": f"{kind}Processor", "image_seq_len": pixels.parts.tokens}
         return {PREPROCESSOR: _parts_settings(pixels, kind), PROCESSOR: whole}
     if isinstance(pixels, CanvasPixels):
-        ratio, patch = model.vision_config.pixel_shuffle_ratio, model.vision_config.patch_size
-        whole = {PROCESSOR_CLASS: "Llama4Processor", "patch_size": patch, "pixel_shuffle_ratio": ratio}
-        return {PREPROCESSOR: _canvas_settings(pixels), PROCESSOR: whole}
+        shared = {name: getattr(model.vision_config, name) for name in ("patch_size", "pixel_shuffle_ratio")}
+        return {PREPROCESSOR: _canvas_settings(pixels), PROCESSOR: {PROCESSOR_CLASS: "Llama4Processor", **shared}}
     if isinstance(pixels, MosaicPixels):
         return {PREPROCESSOR: _mosaic_settings(pixels), PROCESSOR: {PROCESSOR_CLASS: "Phi4MultimodalProcessor"}}
     if isinstance(pixels, TilePixels):
