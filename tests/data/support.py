@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.topology import BatchPlan
+
+if TYPE_CHECKING:
+    import torch
 
 WORDS = ["the", "a", "cat", "dog", "runs", "over", "blue", "red", "house", "garden", "and", "then", "slowly", "sees"]
 CHATML = (
@@ -53,6 +53,8 @@ def cut_batches(
     config: RunConfig, view: Any, micro: int, ranks: int, start: int = 0, end: int = 4
 ) -> list[dict[str, torch.Tensor]]:
     """Micro-batches of all ranks from sample ``start`` to step ``end``, in the global order."""
+    from mgpu_pipe.data.loader import train_step_batches
+
     config.data.micro_batch_size = micro
     plan, prepared = BatchPlan.resolve(config.data, ranks), prepare(config)
     by_rank = [list(train_step_batches(config, prepared, plan, rank, start, end, view)) for rank in range(ranks)]
