@@ -151,6 +151,8 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
     if run.config is None:
         built_by = class_of([type(run.model).__name__])
         able = [candidate for candidate in descriptions() if candidate.model_class == built_by]
+        kind = run.model.config.model_type
+        able = [known for known in able if not known.families or kind in known.families] or able
         objective = next((candidate for candidate in able if candidate.samples == USUAL), able[0])
         if built_by in SHARED_CLASSES:  # the data tell which objective it is
             samples = samples_of(compose(overrides)[0].data.source)
