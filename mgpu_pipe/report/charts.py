@@ -229,7 +229,7 @@ def charts(views: list[RunView]) -> list[dict[str, Any]]:
 
 def _title(view: RunView, column: str) -> str:
     metric = view.objective.metric(column)
-    return metric.title.capitalize() if metric else column
+    return numbers.capitalize(metric.title) if metric else column
 
 
 def _by_rank(view: RunView) -> list[dict[str, Any]]:

@@ -41,6 +41,11 @@ def figure(number: float, digits: int = 4) -> str:
     return text if number == 0 or "." not in text else text.rstrip("0").rstrip(".") or "0"
 
 
+def capitalize(text: str) -> str:
+    """``text`` with a capital first letter; the others stay, as in NDCG."""
+    return text[:1].upper() + text[1:]
+
+
 def fix_decimals(number: float, decimals: int) -> str:
     """A number with exactly ``decimals`` decimals, for columns to compare; a dash for NaN."""
     return f"{number:,.{decimals}f}" if math.isfinite(number) else figure(number)

@@ -111,7 +111,8 @@ def topology_text(view: RunView) -> str:
 def figures(view: RunView) -> list[dict[str, str]]:
     """Cards of the key figures, the most important first, without unmeasured ones."""
     objective, headline = view.objective, view.objective.headline
-    cards = [_card(headline.title.capitalize(), numbers.metric(view.headline, headline.percent), baseline_text(view))]
+    figure = numbers.metric(view.headline, headline.percent)
+    cards = [_card(numbers.capitalize(headline.title), figure, baseline_text(view))]
     loss, held_out = view.final("train/loss"), view.final("val/loss")
     size = view.final("val/bits_per_byte")
     in_bits = "" if math.isnan(size) else f"; {numbers.figure(size, 4)} bits a byte"

@@ -12,7 +12,7 @@ import pytest
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.report.charts import MOST_POINTS, Curve, chart, points, smoothed, thinned, x_axes
-from mgpu_pipe.report.columns import print_columns, print_rows
+from mgpu_pipe.report.columns import capitalize, print_columns, print_rows
 from mgpu_pipe.report.overview import overview
 from mgpu_pipe.report.run_tables import after_table, differences_table, runs_table
 from mgpu_pipe.report.run_view import load_run
@@ -209,3 +209,7 @@ def test_tokens_and_time_add_up_also_over_steps_that_were_not_logged(make_run: M
     }
     view.metrics.pop("throughput/step_s")
     assert x_axes([view]) == {"axes": ["step"], "clocks": [[[1, 10, 20]]]}
+
+
+def test_a_title_begins_with_a_capital_and_keeps_its_others() -> None:
+    assert [capitalize(title) for title in ("held-out loss", "NDCG@10", "")] == ["Held-out loss", "NDCG@10", ""]
