@@ -56,7 +56,7 @@ class GlobalBatchObjective(Objective):
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._shares: list[MicroBatchShare] = []
-        """Of the micro-batches to come, the last one first."""
+        """Shares of the micro-batches to come, the last of them first."""
         self._keeps_graph = False
         """False in the first step, in which the engine measures the activations of an encoding."""
 
