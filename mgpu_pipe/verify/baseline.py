@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def global_batch(objective: Objective, data: DataConfig, seed: int, step: int, *
 CLIP_EPSILON = 1e-6
 """Epsilon of torch.nn.utils.clip_grad_norm_."""
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BATCH_STATISTICS = (".running_mean", ".running_var")
+"""Buffers of a batch norm; torch takes them in the type of its weights."""
 LOSS_SCALE = 2.0**16
 """Initial scale of torch.amp.GradScaler."""
 
@@ -102,12 +105,16 @@ class BaselineRun:
         count = sum(spec.valid_targets(batch) for batch in batches)
         samples = sum(spec.rows(batch) for batch in batches)
         losses = []
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         for batch in batches:
             reference = self._objective.reference_loss(self._forward, self.model, batch)
             loss, auxiliary = reference.loss_sum / count, reference.auxiliary_sum / samples
             ((loss + auxiliary) * self._scale).backward()
             losses.append(float(loss.detach()))
+            self._add_rounded(sums)
         with torch.no_grad():
+            for parameter, gradient in sums.items():
+                parameter.grad = gradient
             gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
             for gradient in gradients.values():
                 gradient.div_(self._scale)
@@ -120,6 +127,19 @@ class BaselineRun:
         self.optimizer.step()
         return PlainStep(sum(losses), norm, gradients)
 
+    def _add_rounded(self, sums: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Moves the gradients of a micro-batch to ``sums``, in the precision that the parameters are cast to.
+
+        The plain losses cast them anew for each sample, and a micro-batch's gradient would be a sum in fp32.
+        """
+        if self._compute_dtype is None:
+            return
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.to(self._compute_dtype).float()
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+                parameter.grad = None
+
     def weights(self) -> list[LocalShard]:
         return model_shards(self.model)
 
@@ -129,7 +149,8 @@ class BaselineRun:
     def _forward(self, **inputs: Any) -> Any:
         if self._compute_dtype is None:
             return self.model(**inputs)
-        cast = {name: p.to(self._compute_dtype) for name, p in self.model.named_parameters()}
+        statistics = (item for item in self.model.named_buffers() if item[0].endswith(BATCH_STATISTICS))
+        cast = {name: t.to(self._compute_dtype) for name, t in chain(self.model.named_parameters(), statistics)}
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():  # pictures, sound
                 inputs[name] = value.to(self._compute_dtype)
