@@ -294,12 +294,12 @@ def _measure(first: int, second: int, device: torch.device) -> tuple[float, floa
             dist.send(back, other)
 
     _time(lambda: exchange(large, large), device)  # connects
-    trip = min(_time(lambda: exchange(small, small), device) for _ in range(TRIPS))
-    slower = max(
-        min(_time(lambda: exchange(there, back), device) for _ in range(TRANSFERS))  # noqa: B023
-        for there, back in ((large, small), (small, large))
-    )
-    return trip, large.nbytes / slower
+    trips, there, back = [], [], []
+    for _ in range(TRANSFERS):  # short messages between long ones: a pause of the machine outlasts a row of short ones
+        trips += [_time(lambda: exchange(small, small), device) for _ in range(TRIPS)]
+        there.append(_time(lambda: exchange(large, small), device))
+        back.append(_time(lambda: exchange(small, large), device))
+    return min(trips), large.nbytes / max(min(there), min(back))
 
 
 def _time(exchange: Callable[[], None], device: torch.device) -> float:
