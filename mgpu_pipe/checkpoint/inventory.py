@@ -84,7 +84,7 @@ def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:
     """All faults of a manifest's files: missing, of another size and, with ``full``, every damaged chunk."""
     items = sorted(manifest.files.items())
     if verify != "full":
-        return [fault for name, record in items for fault in _faults_of(folder / name, record, chunks=False)]
+        return [fault for name, record in items for fault in _size_faults(folder / name, record)]
     with hashing_pool() as pool:
         tasks = [_submit_chunks(pool, folder / name, record) for name, record in items]
         return [fault for futures in tasks for future in futures for fault in future.result()]
@@ -92,7 +92,7 @@ def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:
 
 def _submit_chunks(pool: ThreadPoolExecutor, path: Path, record: FileRecord) -> list[Any]:
     """Tasks that check one file: its size, then ranges of its chunks in parallel."""
-    missing = _faults_of(path, record, chunks=False)
+    missing = _size_faults(path, record)
     if missing:
         return [pool.submit(lambda: missing)]
     count = len(record.sha256)
@@ -105,10 +105,10 @@ def _submit_chunks(pool: ThreadPoolExecutor, path: Path, record: FileRecord) -> 
 _CHUNKS_A_TASK = 64
 
 
-def _faults_of(path: Path, record: FileRecord, chunks: bool) -> list[str]:
+def _size_faults(path: Path, record: FileRecord) -> list[str]:
     try:
         with ChunkedFile(path, record):
-            return _chunk_faults(path, record, 0, len(record.sha256)) if chunks else []
+            return []
     except CheckpointError as error:
         return [str(error)]
 
@@ -132,13 +132,10 @@ def _chunk_faults(path: Path, record: FileRecord, first: int, end: int) -> list[
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        return _mapping(parse_yaml(files.read_file(folder / layout.CONFIG, MAX_CONFIG_BYTES)))
+        config = parse_yaml(files.read_file(folder / layout.CONFIG, MAX_CONFIG_BYTES))
     except (CheckpointError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
+    return dict(config) if isinstance(config, Mapping) else {}
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.checkpoint.chunks import as_list, as_object, as_text
+from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_text
 from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.data.fingerprint import fingerprints

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
 
+from mgpu_pipe.checkpoint.file_operations import Buffer
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.local_shards import Layout, fragments, layouts_of, local_tensor, unsharded_shape
 from mgpu_pipe.optim.moving_average import EMA
 
 
-def tensor_shards(name: str, tensor: torch.Tensor, layout: Layout | None = None) -> list[LocalShard]:
-    """This rank's parts of the parameter ``name`` (in the unsharded model), as live views."""
-    shape = unsharded_shape(tensor, layout)
-    local = local_tensor(tensor).detach()
+def tensor_shards(
+    name: str, tensor: torch.Tensor, layout: Layout | None = None, cut_like: torch.Tensor | None = None
+) -> list[LocalShard]:
+    """This rank's parts of the tensor ``name`` (in the unsharded model), as live views.
+
+    Args:
+        layout: how the tensor is cut; ``cut_like`` is the parameter whose layout that is, ``tensor`` by default.
+    """
+    parameter = tensor if cut_like is None else cut_like
+    shape, local = unsharded_shape(parameter, layout), local_tensor(tensor).detach()
     return [
         LocalShard(TensorSlice(name, part.offsets, part.shape), shape, part.view(local))
-        for part in fragments(tensor, layout)
+        for part in fragments(parameter, layout)
     ]
 
 
@@ -54,7 +62,7 @@ def optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     for name, layout, parameter in _named_parameters(model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                shards += _state_pieces(f"{name}/{key}", value, parameter, layout)
+                shards += _state_shards(f"{name}/{key}", value, parameter, layout)
             elif isinstance(value, bool | int | float):
                 shards.append(number_piece(f"{name}/{key}", value))
             elif value is not None:
@@ -81,16 +89,12 @@ def restore_numbers(optimizer: torch.optim.Optimizer) -> None:
             state[key.rpartition(":")[0]] = state.pop(key).item()
 
 
-def _state_pieces(name: str, value: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> list[LocalShard]:
+def _state_shards(name: str, value: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> list[LocalShard]:
     """Shards of a state tensor: cut like the parameter where it has its local shape, else whole on every rank."""
-    local = local_tensor(value).detach()
+    local = local_tensor(value)
     if local.shape != local_tensor(parameter).shape:
         return tensor_shards(name, local)
-    shape = unsharded_shape(parameter, layout)
-    return [
-        LocalShard(TensorSlice(name, part.offsets, part.shape), shape, part.view(local))
-        for part in fragments(parameter, layout)
-    ]
+    return tensor_shards(name, local, layout, cut_like=parameter)
 
 
 def create_optimizer_state(
@@ -207,3 +211,23 @@ def select(tensor: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...
     for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
+
+
+_LEAST_NOT_FINITE = {
+    "F64": (8, 0x7FF0_0000_0000_0000),
+    "F32": (4, 0x7F80_0000),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F8_E4M3": (1, 0x7F),
+    "F8_E5M2": (1, 0x7C),
+}
+"""Bytes of a number, and the smallest bits (without the sign) of a non-finite one, by safetensors dtype."""
+
+
+def all_finite(data: Buffer, dtype: str) -> bool:
+    """Whether all numbers in ``data`` (complete elements of a safetensors dtype) are finite; integers always are."""
+    if dtype not in _LEAST_NOT_FINITE or not len(data):
+        return True
+    size, least = _LEAST_NOT_FINITE[dtype]
+    bits = np.frombuffer(data, f"<u{size}")
+    return int(bits.view(f"<i{size}").max()) < least and int(bits.max()) < least + (1 << (8 * size - 1))

@@ -17,21 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_pipe.checkpoint import file_operations as files
-from mgpu_pipe.checkpoint.chunks import (
-    ChunkedFile,
-    FileRecord,
-    as_list,
-    as_object,
-    as_size,
-    as_sizes,
-    as_text,
-    canonical,
-    check_bytes,
-    number_of_chunks,
-    parse,
-    size_fault,
-)
+from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, FileRecord, check_bytes, size_fault
 from mgpu_pipe.checkpoint.layout import CONFIG, FORMAT_VERSION, KINDS, MANIFEST, STATE
+from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_size, as_sizes, as_text, canonical, parse
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES
 from mgpu_pipe.checkpoint.tensor_slices import TensorSlice, tiling_fault
 from mgpu_pipe.errors import CheckpointError
@@ -172,7 +160,7 @@ def _parse_record(value: object, where: str) -> FileRecord:
     hashes = tuple(as_text(item, where) for item in as_list(fields["sha256"], where))
     if not all(_HASH.fullmatch(item) for item in hashes):
         raise CheckpointError(f"{where}: has a hash that is not SHA-256")
-    if len(hashes) != number_of_chunks(size):
+    if len(hashes) != -(-size // CHUNK_BYTES):
         raise CheckpointError(f"{where}: has {len(hashes)} chunk hashes for {size} bytes")
     return FileRecord(size, hashes)
 

@@ -13,15 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.checkpoint import layout
-from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, canonical, record_of
-from mgpu_pipe.checkpoint.file_operations import Buffer
-from mgpu_pipe.checkpoint.live_tensors import dtype_name, host_bytes
+from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, record_of
+from mgpu_pipe.checkpoint.live_tensors import all_finite, dtype_name, host_bytes
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
 from mgpu_pipe.checkpoint.save_plan import ShardRecord, plan_files
+from mgpu_pipe.checkpoint.strict_json import canonical
 from mgpu_pipe.checkpoint.tensor_file import Entry, file_order, write_tensor_file
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointSaveError
@@ -31,15 +29,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-_LEAST_NOT_FINITE = {
-    "F64": (8, 0x7FF0_0000_0000_0000),
-    "F32": (4, 0x7F80_0000),
-    "F16": (2, 0x7C00),
-    "BF16": (2, 0x7F80),
-    "F8_E4M3": (1, 0x7F),
-    "F8_E5M2": (1, 0x7C),
-}
-"""Bytes of a number, and the smallest bits (without the sign) of a non-finite one, by safetensors dtype."""
+_log = logging.getLogger(__name__)
+
+
+Plan = Mapping[str, Mapping[str, StoredTensor]]
+"""``[kind][name]``: the file of each tensor slice."""
+WrittenFile = tuple[str, int, list[str]]
+"""Name, size in bytes and chunk hashes."""
 
 
 class NotFinite(Exception):
@@ -48,24 +44,6 @@ class NotFinite(Exception):
     def __init__(self, what: str) -> None:
         super().__init__(f"{what} is not finite")
         self.what = what
-
-
-def all_finite(data: Buffer, dtype: str) -> bool:
-    """Whether all numbers in ``data`` (complete elements of a safetensors dtype) are finite; integers always are."""
-    if dtype not in _LEAST_NOT_FINITE or not len(data):
-        return True
-    size, least = _LEAST_NOT_FINITE[dtype]
-    bits = np.frombuffer(data, f"<u{size}")
-    return int(bits.view(f"<i{size}").max()) < least and int(bits.max()) < least + (1 << (8 * size - 1))
-
-
-_log = logging.getLogger(__name__)
-
-
-Plan = Mapping[str, Mapping[str, StoredTensor]]
-"""``[kind][name]``: the file of each tensor slice."""
-WrittenFile = tuple[str, int, list[str]]
-"""Name, size in bytes and chunk hashes."""
 
 
 def save(
@@ -123,7 +101,7 @@ class Planner:
         entries: list[ShardRecord] = []
 
         def digest() -> str:
-            entries.extend(describe(model, optimizer))
+            entries.extend(shard_records(model, optimizer))
             return hashlib.sha256(canonical([item.to_json() for item in entries])).hexdigest()
 
         digests = run_on_all_ranks(digest, failed, group)
@@ -233,7 +211,7 @@ def shards_to_write(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShar
     return [shard for shard in shards if shard.tensor_slice in mine]
 
 
-def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> list[ShardRecord]:
+def shard_records(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> list[ShardRecord]:
     """Records of this rank's shards; ValueError for a wrong shape, no data, or an unknown dtype."""
     entries: list[ShardRecord] = []
     for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True):
@@ -289,18 +267,14 @@ def _write_tensors(
         return {}
     entries = file_order(entries)
     data = _finite_bytes(kind, ((entry.dtype, mine[entry.name]) for entry in entries))
-    return {name: write_tensor_file(folder / name, entries, file_metadata(kind, step), data)}
+    metadata = {"format": "pt", "kind": kind, "step": str(step)}  # by which a reader detects a file of another step
+    return {name: write_tensor_file(folder / name, entries, metadata, data)}
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
     for name, text in texts.items():
         files.write_file(folder / name, text)
     return {name: record_of(text) for name, text in texts.items()}
-
-
-def file_metadata(kind: str, step: int) -> dict[str, str]:
-    """The header metadata of a checkpoint's tensor file; a reader detects files of another step by it."""
-    return {"format": "pt", "kind": kind, "step": str(step)}
 
 
 def _finite_bytes(kind: str, shards: Iterable[tuple[str, LocalShard]]) -> Iterator[memoryview]:

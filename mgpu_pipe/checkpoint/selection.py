@@ -10,9 +10,9 @@ from typing import Literal
 
 from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.checkpoint import layout
-from mgpu_pipe.checkpoint.chunks import as_object, as_text, canonical, parse
 from mgpu_pipe.checkpoint.layout import Step
 from mgpu_pipe.checkpoint.manifest import OtherFormatError, Verify, check_folder, read_manifest, read_state
+from mgpu_pipe.checkpoint.strict_json import as_object, as_text, canonical, parse
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.system.local_files import exists, expand_home, is_folder, replace_file
 
@@ -52,7 +52,7 @@ def _read_marked(root: Path) -> dict[int, str]:
 _log = logging.getLogger(__name__)
 
 
-def inspect(folder: Path, verify: Verify, step: int | None = None) -> Step:
+def check_step(folder: Path, verify: Verify, step: int | None = None) -> Step:
     """Check a step's folder, up to the first fault.
 
     Args:
@@ -75,7 +75,7 @@ def inspect(folder: Path, verify: Verify, step: int | None = None) -> Step:
 
 def list_steps(root: Path, verify: Verify = "size") -> list[Step]:
     """Every committed step under a ``checkpoints`` folder, in ascending order; none if there is no such folder."""
-    return [inspect(path, verify, step) for step, path in layout.committed_steps(root).items()]
+    return [check_step(path, verify, step) for step, path in layout.committed_steps(root).items()]
 
 
 def newest_valid(
@@ -99,7 +99,7 @@ def newest_valid(
     for step, path in reversed(layout.committed_steps(root).items()):
         if before is not None and step >= before:
             continue
-        info = inspect(path, verify, step)
+        info = check_step(path, verify, step)
         if info.whole and step not in ruined:
             if last_resort is not None:
                 _log.warning("checkpoint of step %d is left out: the step after it was not finite", last_resort.step)
@@ -136,7 +136,7 @@ def resolve_source(
     if exists(path / layout.MANIFEST) or name is not None:
         if name is not None and name[1] in (layout.PARTIAL, layout.DELETING):
             raise CheckpointError(f"{key}={source}: is an unfinished checkpoint; give a committed step-* folder")
-        info = inspect(path, verify, name[0] if name else None)
+        info = check_step(path, verify, name[0] if name else None)
         if not info.whole:
             raise CheckpointError(f"{key}={source}: {info.faults[0]}; give another step or the run's folder")
         return path

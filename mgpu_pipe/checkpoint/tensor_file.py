@@ -14,21 +14,10 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 from mgpu_pipe.checkpoint import file_operations as files
-from mgpu_pipe.checkpoint.chunks import (
-    CHUNK_BYTES,
-    ChunkedFile,
-    ChunkHasher,
-    FileRecord,
-    as_list,
-    as_object,
-    as_size,
-    as_sizes,
-    as_text,
-    parse,
-)
+from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, ChunkHasher, FileRecord
+from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_size, as_sizes, as_text, parse
 from mgpu_pipe.errors import CheckpointError
 
 ITEM_BYTES = {
@@ -178,9 +167,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.data.close()
 
 

@@ -8,7 +8,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 
 from mgpu_pipe.errors import EXIT_STOPPED
 
@@ -178,9 +178,7 @@ class SignalInbox:
         self._before = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, self._on_signal), **taken_over(self._on_signal)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._old_wakeup_fd)

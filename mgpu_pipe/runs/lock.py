@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from mgpu_pipe.errors import RunFolderError, print_line
 from mgpu_pipe.system.local_files import NotPlainError, check_plain, fix_of_writing, read_bytes
@@ -88,9 +87,7 @@ class RunLock:
         threading.Thread(target=self._keep_beating, name="lease", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._released.set()
         with self._write_lock:
             if not self._lost:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.checkpoint.chunks import canonical
 from mgpu_pipe.checkpoint.live_tensors import select
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.strict_json import canonical
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 
 Cut = Callable[[str, tuple[int, ...], int, int], list[TensorSlice]]

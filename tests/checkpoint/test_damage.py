@@ -13,7 +13,7 @@ import torch
 
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, record_of
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.selection import inspect
+from mgpu_pipe.checkpoint.selection import check_step
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
 from tests.checkpoint.support import cut_shards, empty_like, flip_bit, model_tensors, rewrite, save_alone, whole
@@ -40,18 +40,18 @@ def test_a_flipped_bit_anywhere_is_found(name: str, folder: Path) -> None:
     size = (folder / name).stat().st_size
     for position in {0, 9, size // 2, size - 1}:
         flip_bit(folder / name, position)
-        info = inspect(folder, "full")
+        info = check_step(folder, "full")
         assert not info.whole and name in info.faults[0], position
         flip_bit(folder / name, position)
-    assert inspect(folder, "full").whole
+    assert check_step(folder, "full").whole
 
 
 def test_a_damaged_chunk_is_named_when_it_is_read_and_only_then(folder: Path) -> None:
     flip_bit(folder / MODEL, CHUNK_BYTES + 5)
     with pytest.raises(CheckpointError, match=rf"{MODEL}: chunk 1 of 2 \(from byte {CHUNK_BYTES}\) is damaged"):
         _read(folder)
-    assert "chunk 1 of 2" in inspect(folder, "full").faults[0]
-    assert inspect(folder, "size").whole
+    assert "chunk 1 of 2" in check_step(folder, "full").faults[0]
+    assert check_step(folder, "size").whole
     _read(folder, "size")
     rows = LocalShard(TensorSlice("embed.weight", (0, 0), (9, 512)), (2100, 512), torch.zeros(9, 512))
     CheckpointReader(folder).read([rows], "model")
@@ -111,7 +111,7 @@ def test_the_manifest_of_another_step_is_told_apart(folder: Path, tmp_path: Path
         CheckpointReader(folder)
     with pytest.raises(CheckpointError, match="step is 3, the manifest says 4"):
         CheckpointReader(folder, "off")
-    assert "its manifest is of step 4" in inspect(tmp_path / "checkpoints" / "step-00000004", "full", 5).faults[0]
+    assert "its manifest is of step 4" in check_step(tmp_path / "checkpoints" / "step-00000004", "full", 5).faults[0]
 
 
 def _tensor(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, record_of
-from mgpu_pipe.checkpoint.live_tensors import DTYPES, byte_view, dtype_name, host_bytes
-from mgpu_pipe.checkpoint.save import all_finite
+from mgpu_pipe.checkpoint.live_tensors import DTYPES, all_finite, byte_view, dtype_name, host_bytes
 from mgpu_pipe.checkpoint.tensor_file import Entry, TensorFile, file_order, write_tensor_file
 from mgpu_pipe.errors import CheckpointError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.checkpoint.chunks import canonical, parse
+from mgpu_pipe.checkpoint.strict_json import canonical, parse
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig
