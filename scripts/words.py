@@ -28,9 +28,27 @@ STORED = frozenset(
     }
 )
 """Fields whose names stand in the files of runs, by ``file.field``."""
-PARTICIPLE = re.compile("_[a-z]+ed")
-NO_PARTICIPLES = frozenset({"of_data", "of_run", "_deepspeed", "_seed", "_speed"})
-"""Methods that packages of others define, and names that only look like participles."""
+PARTICIPLE = re.compile("[a-z]+(ed|en)|bound|built|gone|known|lost")
+NO_PARTICIPLES = frozenset(
+    {
+        *("of_data", "of_run", "untrained", "cancelled", "passed"),
+        *(
+            "deepspeed",
+            "embed",
+            "feed",
+            "len",
+            "listen",
+            "open",
+            "seed",
+            "shorten",
+            "speed",
+            "token",
+            "uneven",
+            "widen",
+        ),
+    }
+)
+"""Methods that packages of others define, properties that are true or false, and names that look like participles."""
 OPENINGS = re.compile(r"(As above|Of |What |Whether what|See the module|Likewise|The same)")
 
 
@@ -47,10 +65,11 @@ def places(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _is_no_verb(node: ast.AST, name: str) -> bool:
-    """Whether a function's name begins with ``of_``, or a private function's is a participle alone."""
+    """Whether a function's name begins with ``of_`` or is a participle alone."""
+    name = name.strip("_")
     if not isinstance(node, ast.FunctionDef) or name in NO_PARTICIPLES:
         return False
-    return name.strip("_").startswith("of_") or PARTICIPLE.fullmatch(name) is not None
+    return name.startswith("of_") or PARTICIPLE.fullmatch(name) is not None
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

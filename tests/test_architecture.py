@@ -37,9 +37,9 @@ def test_no_name_and_no_docstring_is_of_the_words_that_the_house_does_without() 
 def test_such_words_are_found(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     file.write_text(
-        'def told(one: int) -> None:\n    """As above."""\n    _own = one\ndef _of_model(): ...\ndef _joined(): ...\n'
+        'def told(one: int) -> None:\n    """As above."""\n    _own = one\ndef _of_model(): ...\ndef joined(): ...\n'
     )
-    assert [word for _, word in places(file)] == ["told", '"As above."', "_of_model", "_joined", "one", "_own"]
+    assert [word for _, word in places(file)] == ["told", '"As above."', "_of_model", "joined", "one", "_own"]
 
 
 def test_tests_and_benchmarks_import_modules_that_are_there() -> None:

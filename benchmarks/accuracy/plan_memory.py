@@ -52,7 +52,7 @@ def compared(name: str) -> list[float]:
     found, plan = trace(config, 0, ranks), memory_by_rank(config)
     assert plan is not None and plan.rank == 0
     kept = [sum(parts[part] for part in ("weights", "optimizer")) for parts in (found["parts"], plan.terms)]
-    return [size / MIB for size in (*kept, max(found["peaks"].values()), plan.allocated)]
+    return [size / MIB for size in (*kept, max(found["peaks"].values()), plan.tensor_bytes)]
 
 
 def main() -> None:

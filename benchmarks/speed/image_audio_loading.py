@@ -93,7 +93,7 @@ def picture_reader(config: RunConfig) -> tuple[Read, Collate]:
 
     def read(path: Path) -> Any:
         with Image.open(path) as image:
-            return torch.from_numpy(pixels.array(pixels.fitted(image.convert("RGB"))))
+            return torch.from_numpy(pixels.array(pixels.scale(image.convert("RGB"))))
 
     return read, default_collate
 
@@ -113,7 +113,7 @@ def sound_reader(config: RunConfig) -> tuple[Read, Collate]:
 
     def read(path: Path) -> Any:
         channels, rate = soundfile.read(path, dtype="float32", always_2d=True)
-        return sound.fitted(resample(channels.mean(1), sound.rate / rate))
+        return sound.standardise(resample(channels.mean(1), sound.rate / rate))
 
     def collate(waves: list[Any]) -> Any:
         return torch.from_numpy(np.stack(waves) if extract is None else extract(waves))

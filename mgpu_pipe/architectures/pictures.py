@@ -128,7 +128,7 @@ class Parts:
     frames: ClassVar[int] = 1
     """Frames of a patch, as in :class:`Grid`."""
 
-    def scaled(self, height: int, width: int) -> tuple[int, int]:
+    def scaled_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a picture before it is scaled to whole parts, like transformers."""
         shape = width / height
         if width >= height:
@@ -151,7 +151,7 @@ class Parts:
         """Parts down and across of a picture in pixels; (1, 1) means only the whole picture."""
         if not self.splits:
             return 1, 1
-        height, width = self.scaled(height, width)
+        height, width = self.scaled_size(height, width)
         shape = width / height
         if width >= height:
             across = math.ceil(width / self.side)

@@ -81,7 +81,7 @@ class Canvas(Tiles):
                 shapes.setdefault(down / (tiles // down), []).append((down, tiles // down))
         return [canvas for canvases in shapes.values() for canvas in canvases]
 
-    def scaled(self, height: int, width: int) -> tuple[int, int]:
+    def scaled_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a picture on its canvas; a side of a tile is the most to which it grows."""
         lengths, tiles = (height, width), self.places(height, width)
         wanted = [max(length, self.side) for length in lengths]
@@ -128,7 +128,7 @@ class Mosaic(Tiles):
         down, across = math.ceil(height / self.side), math.ceil(width / self.side)
         return (down, across) if down * across <= self.most else super().places(height, width)
 
-    def scaled(self, height: int, width: int) -> tuple[int, int]:
+    def scaled_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a picture that fills its tiles down or across."""
         down, across = (number * self.side for number in self.tiles(height, width))
         if across / width < down / height:
@@ -137,7 +137,7 @@ class Mosaic(Tiles):
 
     def places(self, height: int, width: int) -> tuple[int, int]:
         """Patches down and across that a picture in pixels covers; (0, 0) for one that transformers refuses."""
-        sides, tiles = self.scaled(height, width), self.tiles(height, width)
+        sides, tiles = self.scaled_size(height, width), self.tiles(height, width)
         if min(sides) < SHORTEST_OF_MOSAIC:
             return 0, 0
         down, across = ((number * self.side - side) // self.patch for number, side in zip(tiles, sides, strict=True))

@@ -22,7 +22,7 @@ from mgpu_pipe.checks.model_axes import model_axis_errors, router_loss_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
+from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, entry_names
 from mgpu_pipe.config.resolve import device_type, devices_per_node, resolve_precision, world_size
 from mgpu_pipe.config.schema import (
     DataConfig,
@@ -37,7 +37,7 @@ from mgpu_pipe.config.suggest import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_fields, resolved_fields
 from mgpu_pipe.planning.memory_limits import memory_errors
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.system.local_files import exists, expand_home, is_folder
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_errors
@@ -113,7 +113,7 @@ def strategy_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _mesh_errors(trainer: TrainerConfig, strategy: StrategyConfig) -> list[BadInputError]:
-    if strategy.engine not in ENGINES and strategy.engine not in (others := registered(STRATEGY_GROUP)):
+    if strategy.engine not in ENGINES and strategy.engine not in (others := entry_names(STRATEGY_GROUP)):
         fix = f"use {' or '.join((*ENGINES, *others))}; or install the package that brings it"
         return [ConfigError("strategy.engine", strategy.engine, fix, "no such engine")]
     if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 != world_size(trainer, strategy):
@@ -274,6 +274,6 @@ def _has_libaio(cxx: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         program = [cxx, "-x", "c++", "-", "-laio", "-o", str(Path(folder) / "program")]
         done = subprocess.run(
-            bound(program), input=AIO_PROGRAM, text=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
+            bind_command(program), input=AIO_PROGRAM, text=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
         )
     return done.returncode == 0

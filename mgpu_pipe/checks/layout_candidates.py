@@ -100,7 +100,7 @@ class Candidates:
 
     def times(self, hardware: Hardware, profile: HardwareProfile) -> StepTime:
         """Seconds of every layout by part, in the order of ``sizes``."""
-        each = [(step_time(kind.layouts, hardware, profile.fitted), len(kind.sizes)) for kind in self.kinds]
+        each = [(step_time(kind.layouts, hardware, profile.all_constants), len(kind.sizes)) for kind in self.kinds]
         names = vars(each[0][0])
         return StepTime(
             **{name: np.concatenate([np.broadcast_to(vars(t)[name], (size,)) for t, size in each]) for name in names}

@@ -38,7 +38,7 @@ def with_planned_strategy(config: RunConfig) -> tuple[RunConfig, list[Notice]]:
         fix = f"{fix}; or choose a strategy, such as strategy=fsdp"
         raise ConfigError("strategy", "auto", fix, error.reason) from None
     best = next((each for each in plans if not each.is_tight), plans[0])
-    memory = best.memory.likely if best.profile.accelerator == CPU else best.memory.allocated  # as the run measures it
+    memory = best.memory.likely if best.profile.accelerator == CPU else best.memory.tensor_bytes  # as measured
     predicted = replace(config.plan, predicted_seconds=best.seconds, predicted_gib=memory / GIB)
     planned = replace(config, strategy=best.config.strategy, data=best.config.data, plan=predicted)
     text = (

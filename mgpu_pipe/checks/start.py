@@ -10,7 +10,7 @@ from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, RunConfig, RunOptions
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 from mgpu_pipe.system.joined_world import joined_processes
-from mgpu_pipe.system.local_files import creation_problem, exists, expand_home, is_folder, name_problem, shortened
+from mgpu_pipe.system.local_files import creation_problem, exists, expand_home, is_folder, name_problem, shorten
 
 
 def base_run_errors(config: RunConfig) -> list[ConfigError]:
@@ -55,7 +55,7 @@ def run_folder_errors(run: RunOptions, checkpoint: CheckpointConfig, alone: Sequ
     named = {key: path_text, **({"run.name": run.name} if run.dir is None else {})}
     for name, value in named.items():
         if problem := name_problem(value):
-            return [ConfigError(name, shortened(value), "shorten it", problem)]
+            return [ConfigError(name, shorten(value), "shorten it", problem)]
     if exists(folder) and not is_folder(folder):
         return [ConfigError(key, folder, "give another folder", "this is a file")]
     if problem := _writing_problem(folder):
@@ -75,7 +75,7 @@ def cache_errors(data: DataConfig) -> list[BadInputError]:
     """Errors of a cache folder that neither exists nor can be made."""
     folder = cache_folder(data.cache_dir)
     if problem := name_problem(folder):
-        return [ConfigError("data.cache_dir", shortened(folder), "shorten it, or set MGPU_PIPE_CACHE", problem)]
+        return [ConfigError("data.cache_dir", shorten(folder), "shorten it, or set MGPU_PIPE_CACHE", problem)]
     if problem := _writing_problem(folder.absolute()):
         fix = "give a folder that can be written, or set MGPU_PIPE_CACHE"
         return [ConfigError("data.cache_dir", folder, fix, problem)]

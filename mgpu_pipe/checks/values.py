@@ -16,7 +16,7 @@ from mgpu_pipe.config import plugins
 from mgpu_pipe.config.data_sources import file_sources, find_source, samples_of
 from mgpu_pipe.config.group_keys import EvalConfig, SchedulerConfig
 from mgpu_pipe.config.hub import hub_name
-from mgpu_pipe.config.objective import ranked
+from mgpu_pipe.config.objective import rankable_metrics
 from mgpu_pipe.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -97,7 +97,7 @@ def _empty_texts(node: object, prefix: str = "") -> Iterator[ConfigError]:
 def _name_errors(data: DataConfig, objective: ObjectiveConfig, launch: LaunchConfig) -> Iterator[ConfigError]:
     """Errors of unknown names of data sources, objectives and launchers."""
     for section, value in ((DATA, data.source), (OBJECTIVE, objective.name), (LAUNCH, launch.type)):
-        if value not in section.built_in and value not in (others := plugins.registered(section.code)):
+        if value not in section.built_in and value not in (others := plugins.entry_names(section.code)):
             fix = f"{choose_from(value, [*section.built_in, *others])}; or install the package that brings it"
             yield ConfigError(section.chooser, value, fix)
 
@@ -105,7 +105,7 @@ def _name_errors(data: DataConfig, objective: ObjectiveConfig, launch: LaunchCon
 def _metric_errors(
     checkpoint: CheckpointConfig, objective: ObjectiveConfig, evaluation: EvalConfig
 ) -> Iterator[ConfigError]:
-    metric, measured = checkpoint.best_metric, ranked(objective, evaluation)
+    metric, measured = checkpoint.best_metric, rankable_metrics(objective, evaluation)
     if metric not in measured:
         yield ConfigError("checkpoint.best_metric", metric, choose_from(metric, measured), "no such metric")
 

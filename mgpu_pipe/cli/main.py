@@ -25,7 +25,7 @@ from mgpu_pipe.errors import (
     print_text,
 )
 from mgpu_pipe.launch.signals import asks_for_a_run
-from mgpu_pipe.system.local_files import FIXES, is_text, shortened
+from mgpu_pipe.system.local_files import FIXES, is_text, shorten
 from mgpu_pipe.system.process_end import exit_now
 from mgpu_pipe.system.standard_streams import outliving_streams, print_logs_safely
 
@@ -143,7 +143,7 @@ def _main(words: list[str]) -> int:
     except OSError as error:
         if error.errno not in FIXES:
             raise
-        where = f"{shortened(str(error.filename))}: " if error.filename else ""
+        where = f"{shorten(str(error.filename))}: " if error.filename else ""
         print_error(BadInputError(f"{where}{(error.strerror or '').lower()}; {FIXES[error.errno]}"))
         return EXIT_BAD_INPUT
 
@@ -152,7 +152,7 @@ def _check_text(words: list[str]) -> None:
     """Refuse words that are not text: configuration, reports and the terminal are UTF-8."""
     for word in words:
         if not is_text(word):
-            raise BadInputError(f"{shortened(word)}: is not valid UTF-8; rename the file, or correct the word")
+            raise BadInputError(f"{shorten(word)}: is not valid UTF-8; rename the file, or correct the word")
 
 
 def _dispatch(words: list[str]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import EXIT_OK, BadInputError
-from mgpu_pipe.system.local_files import name_problem, shortened
+from mgpu_pipe.system.local_files import name_problem, shorten
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -51,7 +51,7 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
 def path_argument(text: str) -> Path:
     """Path of an argument; refuses a name that no file or folder can have."""
     if problem := name_problem(text):
-        raise argparse.ArgumentTypeError(f"{shortened(text)}: {problem}; check the path")
+        raise argparse.ArgumentTypeError(f"{shorten(text)}: {problem}; check the path")
     return Path(text)
 
 

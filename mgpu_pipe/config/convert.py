@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from mgpu_pipe.config.hydra.interpolation import MISSING, EnvironmentText, written
+from mgpu_pipe.config.hydra.interpolation import MISSING, EnvironmentText, hide_environment
 from mgpu_pipe.config.plugins import with_present_classes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, all_hints, hints
@@ -81,7 +81,7 @@ def convert(cls: type[T], mapping: Mapping[str, Any]) -> tuple[T, list[BadInputE
     return _dataclass(cls, with_present_classes(mapping), "", errors), list(errors)
 
 
-def to_plain(config: Any, leaf: Callable[[Any], Any] = written) -> dict[str, Any]:
+def to_plain(config: Any, leaf: Callable[[Any], Any] = hide_environment) -> dict[str, Any]:
     """Nested dictionary safe to write: texts of the environment as interpolations, values through ``leaf``."""
     return {field.name: _plain(getattr(config, field.name), leaf) for field in dataclasses.fields(config)}
 
@@ -340,5 +340,5 @@ def _reads_as_number(text: str) -> bool:
 
 
 def _for_message(value: Any) -> Any:
-    text = written(value)
+    text = hide_environment(value)
     return f'"{text}"' if isinstance(value, str) and _reads_as_number(value) else text

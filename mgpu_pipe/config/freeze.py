@@ -36,11 +36,11 @@ HASH_LENGTH = 16
 def freeze(config: RunConfig, path: Path, *, flush: bool = True) -> None:
     """Write ``config`` as YAML, atomically, on disk with ``flush``; texts of the environment as ``${oc.env:...}``."""
     sections = escape(to_plain(config, leaf=lambda value: value))
-    text = "".join(_written(name, repr(value), value) for name, value in sections.items())
+    text = "".join(_section_yaml(name, repr(value), value) for name, value in sections.items())
     replace_file(path, HEADER + text, flush=flush)
 
 
-def _written(name: str, key: str, value: object) -> str:
+def _section_yaml(name: str, key: str, value: object) -> str:
     """YAML of a section, cached because the points of a sweep share most sections."""
     text = _sections.get((name, key))
     if text is None:
@@ -83,7 +83,7 @@ def load_untrusted(path: Path) -> tuple[RunConfig, bool]:
         BadInputError, ConfigErrors: see :func:`load`.
     """
     values, digest = _read(path)
-    if _known(digest).exists():
+    if _memory_file(digest).exists():
         return _resolve(values), True
     config, mistyped = convert(RunConfig, _literal(values))
     if mistyped:
@@ -98,7 +98,7 @@ def remember(path: Path) -> None:
 
 def remember_bytes(content: bytes) -> None:
     """Record in the user's cache that their launches wrote ``content``."""
-    known = _known(hashlib.sha256(content).hexdigest())
+    known = _memory_file(hashlib.sha256(content).hexdigest())
     with suppress(OSError, ConfigError):
         private_folder(known.parents[1])
         known.parent.mkdir(exist_ok=True)
@@ -107,10 +107,10 @@ def remember_bytes(content: bytes) -> None:
 
 def is_remembered(content: bytes) -> bool:
     """Whether this user's launches wrote ``content`` (:func:`remember_bytes`)."""
-    return _known(hashlib.sha256(content).hexdigest()).exists()
+    return _memory_file(hashlib.sha256(content).hexdigest()).exists()
 
 
-def _known(digest: str) -> Path:
+def _memory_file(digest: str) -> Path:
     return cache_folder(None) / "configurations" / digest
 
 

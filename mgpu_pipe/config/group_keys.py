@@ -121,7 +121,7 @@ class PeftConfig:
         """Factor of the low-rank product."""
         return self.alpha / (self.r**0.5 if self.rslora else self.r)
 
-    def unquantised(self) -> PeftConfig:
+    def without_quantisation(self) -> PeftConfig:
         """These adapters with unquantised weights: qlora becomes lora."""
         return replace(self, name="lora") if self.name == "qlora" else self
 

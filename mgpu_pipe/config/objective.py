@@ -106,7 +106,7 @@ class Description:
         return next((metric for metric in self.metrics if metric.key == key), None)
 
     @property
-    def ranked(self) -> tuple[str, ...]:
+    def rankable_metrics(self) -> tuple[str, ...]:
         """Metrics that ``checkpoint.keep_best`` may rank by."""
         return (*TRAINING_METRICS, *(metric.key for metric in self.metrics))
 
@@ -123,7 +123,7 @@ def bits_per_byte(metrics: Mapping[str, float | None], tokens: int, size: int) -
 def description(name: str) -> Description:
     """Description of the objective ``name``, or of causal language modelling; ConfigError if a package has none."""
     group = plugins.OBJECTIVE_KEYS_GROUP
-    if name not in plugins.OBJECTIVES and name in plugins.registered(group):
+    if name not in plugins.OBJECTIVES and name in plugins.entry_names(group):
         loaded = plugins.load("objective.name", name, group)
         if not isinstance(loaded, Description):
             fix = f"register a {Description.__module__}.Description in {group}"
@@ -136,13 +136,13 @@ def description(name: str) -> Description:
 
 def descriptions() -> list[Description]:
     """Descriptions of this project's objectives and of those of installed packages."""
-    return [description(name) for name in (*plugins.OBJECTIVES, *plugins.registered(plugins.OBJECTIVE_KEYS_GROUP))]
+    return [description(name) for name in (*plugins.OBJECTIVES, *plugins.entry_names(plugins.OBJECTIVE_KEYS_GROUP))]
 
 
-def ranked(objective: ObjectiveConfig, evaluation: EvalConfig) -> tuple[str, ...]:
+def rankable_metrics(objective: ObjectiveConfig, evaluation: EvalConfig) -> tuple[str, ...]:
     """Metrics that ``checkpoint.keep_best`` and a sweep may rank by."""
     of_tasks = (metric.key for metric in task_metrics(evaluation.tasks))
-    return (*description(objective.name).ranked, *of_tasks)
+    return (*description(objective.name).rankable_metrics, *of_tasks)
 
 
 def metric_of(objective: ObjectiveConfig, evaluation: EvalConfig, key: str) -> Metric | None:

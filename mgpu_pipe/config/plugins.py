@@ -35,7 +35,7 @@ MAX_MESSAGE = 300
 """Limit of characters of another package's error message."""
 
 
-def registered(group: str) -> tuple[str, ...]:
+def entry_names(group: str) -> tuple[str, ...]:
     """Sorted names of an entry point group. Scans the installed distributions, about 10 ms."""
     return tuple(sorted({point.name for point in entry_points(group)}))
 

@@ -56,7 +56,7 @@ class Section:
         """Dataclass of the section's keys if its chooser is ``name``; ConfigError if a package has none."""
         keys: Any = self.built_in_keys(name)
         if keys is None:
-            if name in self.built_in or name not in plugins.registered(self.keys_group):
+            if name in self.built_in or name not in plugins.entry_names(self.keys_group):
                 return self.base
             keys = plugins.load(self.chooser, name, self.keys_group)
         if not (isinstance(keys, type) and issubclass(keys, self.base) and "__dataclass_fields__" in vars(keys)):
@@ -72,7 +72,7 @@ class Section:
     def all_keys(self) -> dict[str, type]:
         """Dataclass of every name that declares one."""
         built_in = [name for name in self.built_in if self.built_in_keys(name) is not None]
-        return {name: self.keys(name) for name in (*built_in, *plugins.registered(self.keys_group))}
+        return {name: self.keys(name) for name in (*built_in, *plugins.entry_names(self.keys_group))}
 
     def owners(self, key: str) -> list[str]:
         """Names that declare this key."""
@@ -170,7 +170,7 @@ def list_groups(group: str | None = None) -> dict[str, list[Option]]:
 def _registered_options(group: str, files: Collection[str]) -> Iterator[Option]:
     """Options that installed packages add to a group, except those with a file of the same name."""
     for section in SECTIONS.values():
-        for name in sorted(set(plugins.registered(section.code)).difference(files)) if section.name == group else ():
+        for name in sorted(set(plugins.entry_names(section.code)).difference(files)) if section.name == group else ():
             yield Option(name, f"Of an installed package: {section.chooser}={name}", False)
 
 

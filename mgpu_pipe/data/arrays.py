@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
+from mgpu_pipe.config.plugins import DATA_GROUP, entry_names, load
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples, random_of
@@ -113,7 +113,7 @@ class PreparedArrays(Prepared):
 
 def array_class(source: str) -> type[ArrayData] | None:
     """Class that a package registers under ``source``; None where the source is of another kind."""
-    if find_source(source) or source not in registered(DATA_GROUP):
+    if find_source(source) or source not in entry_names(DATA_GROUP):
         return None
     named = load("data.source", source, DATA_GROUP)
     return named if isinstance(named, type) and issubclass(named, ArrayData) else None

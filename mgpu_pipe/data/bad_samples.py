@@ -126,7 +126,7 @@ class Fault(NamedTuple):
     origin: str
     size: int
 
-    def named(self) -> tuple[str, str]:
+    def name_and_reason(self) -> tuple[str, str]:
         """The pair (name, reason) for :func:`report_bad_samples`."""
         where, _, rest = self.message.removeprefix(self.origin).partition(": ")
         return f"{self.origin}{where}", rest.partition("; ")[0]

@@ -85,7 +85,7 @@ def digest_of(*parts: object) -> str:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Holds an exclusive advisory lock on ``path`` (created if missing); the kernel releases it if the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
@@ -240,7 +240,7 @@ def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict
     manifest = read_manifest(folder)
     if manifest is not None:
         return manifest
-    with locked(folder.with_name(folder.name + ".lock")):
+    with hold_lock(folder.with_name(folder.name + ".lock")):
         manifest = read_manifest(folder, tell=True)
         if manifest is not None:
             return manifest

@@ -18,7 +18,7 @@ from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.parquet_rows import class_names_of, is_columnar
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
-from mgpu_pipe.system.local_files import shortened
+from mgpu_pipe.system.local_files import shorten
 
 COLUMNAR = (".parquet", ".arrow")
 MOST_DIGITS = sys.int_info.default_max_str_digits
@@ -38,12 +38,12 @@ def class_names(
     if not names:
         names, key = sorted(there, key=in_order), "data.label_column"
         if unknown := sorted(there.difference(trained)):
-            reason = f"no training sample has the class {shortened(unknown[0])!r}"
+            reason = f"no training sample has the class {shorten(unknown[0])!r}"
             fix = "give training samples of it, or name all classes by data.classes"
             raise ConfigError("data.validation_paths", data.validation_paths, fix, reason)
     strange = sorted((name for name in there if class_number(name, names) is None), key=in_order)
     if strange:
-        reason = f"the data also has a class {shortened(strange[0])!r}"
+        reason = f"the data also has a class {shorten(strange[0])!r}"
         raise ConfigError(
             key, ",".join(names), "name every class by data.classes, in the order of their numbers", reason
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config.data_sources import SourceDeclaration, find_source, source_names
-from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
+from mgpu_pipe.config.plugins import DATA_GROUP, entry_names, load
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, check_rule
@@ -161,12 +161,12 @@ def shipped_source(name: str) -> DataSource | None:
 
 def all_names() -> list[str]:
     """Every name that ``data.source`` takes, plug-ins last."""
-    return [*source_names(), *sorted(set(registered(DATA_GROUP)) - set(source_names()))]
+    return [*source_names(), *sorted(set(entry_names(DATA_GROUP)) - set(source_names()))]
 
 
 def _plug_in(name: str) -> Load:
     """Loads the function that a package registers under ``name``; ConfigError if it is none."""
-    if name not in registered(DATA_GROUP):
+    if name not in entry_names(DATA_GROUP):
         raise _unknown(name)
     loaded = load("data.source", name, DATA_GROUP)
     if not callable(loaded):

@@ -149,7 +149,7 @@ def _list_rows(path: Path, column: str, takes: Keep, whole: bool) -> RowLines:
 def _faulty(path: Path, fault: Fault) -> Entry:
     """The entry that stands for a refused row of a list, or for the rest of the list."""
     if fault.origin == str(path):
-        origin, reason = fault.named()
+        origin, reason = fault.name_and_reason()
     else:
         origin, reason = fault.origin, fault_of(fault.message, fault.origin)
     return Entry(path, "", origin, fault=reason)

@@ -65,7 +65,7 @@ class BatchSpec:
             raise ValueError("these micro-batches have no field that tells documents apart")
         return batch[self.documents]
 
-    def needed(self, first: bool, last: bool) -> tuple[str, ...]:
+    def needed_fields(self, first: bool, last: bool) -> tuple[str, ...]:
         """Fields that a rank needs, by whether it has the first or the last pipeline stage."""
         return tuple(
             name
@@ -75,10 +75,10 @@ class BatchSpec:
 
     def in_stage(self, batch: Mapping[str, torch.Tensor], first: bool, last: bool) -> dict[str, torch.Tensor]:
         """Drops the fields that a pipeline stage does not need."""
-        needed = self.needed(first, last)
+        needed = self.needed_fields(first, last)
         return {name: value for name, value in batch.items() if name not in self.fields or name in needed}
 
-    def joined(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def join(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Concatenates rows of micro-batches, short dimensions padded; what is no field (starts of documents) repeats
         its end."""
         import torch
@@ -134,9 +134,9 @@ class BatchSpec:
             if field.sequence_dim is None:
                 value.fill_(field.padding)
             batch[name] = value
-        return self.padded(batch, length)
+        return self.pad(batch, length)
 
-    def padded(self, batch: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    def pad(self, batch: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
         """Pads ``batch`` to sequences of at least ``length``; the padding is a document without targets."""
         import torch
 

@@ -201,7 +201,7 @@ class TranscriptEngine:
         return PromptRow(line, recording=recording)
 
     def _read(self, recording: Path) -> Wave:
-        return self._sound.fitted(decode(recording.read_bytes(), self._sound.rate, self._data.max_seconds))
+        return self._sound.standardise(decode(recording.read_bytes(), self._sound.rate, self._data.max_seconds))
 
     def answer(self, rows: Sequence[PromptRow]) -> Iterator[tuple[int, bytes]]:
         """Yields the line of each row and its transcript, a line of JSON."""

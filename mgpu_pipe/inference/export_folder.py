@@ -22,7 +22,7 @@ from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.model_card import write_card
 from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.models.fields import has_two_towers
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _check_loads(stored: StoredModel, dtype: torch.dtype, folder: Path) -> None:
     logits = streamed_logits(stored.model, stored.read, inputs, dtype).float().contiguous()
     expected = {f"{PREPARED}{name}": value for name, value in files.prepared.items()}
     done = subprocess.run(
-        bound(python_module("mgpu_pipe.inference.check_export", str(folder.absolute()))),
+        bind_command(python_module("mgpu_pipe.inference.check_export", str(folder.absolute()))),
         input=save({**inputs, **files.content, **expected, "logits": logits}),
         capture_output=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

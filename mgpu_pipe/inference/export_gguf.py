@@ -31,7 +31,7 @@ from mgpu_pipe.inference.model_folder import merge_stored
 from mgpu_pipe.inference.open import ReadTensor, StoredModel
 from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
 from mgpu_pipe.models.weights.model_files import generation_settings, write_configuration
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _check(stored: StoredModel, read: ReadTensor, dtype: str, file: Path, tokeni
     rounded = streamed_logits(stored.model, read, inputs, torch.float32)
     sample = torch.tensor(load_tokenizer_file(tokenizer / TOKENIZER).encode(SAMPLE).ids)
     done = subprocess.run(
-        bound(python_module("mgpu_pipe.inference.check_gguf", str(file.absolute()), dtype)),
+        bind_command(python_module("mgpu_pipe.inference.check_gguf", str(file.absolute()), dtype)),
         input=save({"input_ids": inputs["input_ids"], "logits": rounded.contiguous(), "sample": sample}),
         capture_output=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

@@ -31,7 +31,7 @@ from mgpu_pipe.inference.streamed_weights import PROBE_TOKENS, Inputs
 from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.objectives.contrastive import caption_end_token
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -170,7 +170,7 @@ def _check(folder: Path, dtype: str, cases: dict[str, list[Case]], texts: Texts)
     from safetensors.torch import save
 
     done = subprocess.run(
-        bound(python_module("mgpu_pipe.inference.check_onnx", str(folder.absolute()), dtype)),
+        bind_command(python_module("mgpu_pipe.inference.check_onnx", str(folder.absolute()), dtype)),
         input=save(pack(cases, texts)),
         capture_output=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

@@ -30,7 +30,7 @@ from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.open import ReadTensor, StoredModel, read_from
 from mgpu_pipe.models.weights.folder import INDEX, WEIGHTS
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _read_deepspeed(source: Path, scratch: Path) -> dict[str, torch.Tensor]:
     # Run the converter of the installed package, never the zero_to_fp32.py in the folder.
     command = python_module("deepspeed.utils.zero_to_fp32", str(folder.absolute()), str(scratch), *tag)
     done = subprocess.run(
-        bound(command),
+        bind_command(command),
         capture_output=True,
         text=True,
         cwd=scratch,

@@ -219,7 +219,7 @@ def _open_checkpoint(source: ModelSource, frozen: Path | None, average: bool) ->
     require_model_settings(reader.state.get("model_config"), model_settings(model.config), step_folder)
     trained = model
     if config.peft.name == "qlora":  # compute in fp32 with the dequantised values
-        model = run_model(replace(config, peft=config.peft.unquantised()))
+        model = run_model(replace(config, peft=config.peft.without_quantisation()))
     model = with_buffers(model)
     restore_buffers(model, reader.state, step_folder)
     maker = None if config.model.path is None else local_folder(config.model.path)

@@ -69,8 +69,8 @@ def probe_files(stored: StoredModel) -> ProbeFiles:
             return ProbeFiles({}, {}, False)
         png = _picture(pixels.channels)
         image = decode(png, pixels.channels)
-        seen = pixels.fitted(image)
-        processed = pixels.processed(seen) if isinstance(pixels, PatchPixels) else pixels.clip([seen])
+        seen = pixels.scale(image)
+        processed = pixels.processor_output(seen) if isinstance(pixels, PatchPixels) else pixels.clip([seen])
         values = torch.from_numpy(processed)
         content = {PICTURE: torch.frombuffer(bytearray(png), dtype=torch.uint8)}
         return ProbeFiles(content, {"pixel_values": values}, type(pixels) is Pixels)
@@ -78,7 +78,7 @@ def probe_files(stored: StoredModel) -> ProbeFiles:
         sound = Sound.from_config(config.data, config.model)
         window = window_of(config.model, sound.rate)
         wave = np.random.default_rng(0).normal(0.1, 0.2, int(SECONDS * sound.rate)).astype(np.float32)
-        fitted = sound.fitted(wave)
+        fitted = sound.standardise(wave)
         content = {WAVE: torch.from_numpy(wave), RATE: torch.tensor(sound.rate)}
         if window is None:
             return ProbeFiles(content, {"input_values": torch.from_numpy(fitted)[None]}, True)

@@ -231,7 +231,7 @@ def _picture(named: str, file: Path, pixels: Any, kind: PictureInputs) -> Pictur
         places = (1, *cut.places(image.height, image.width))
     if not all(places):
         raise BadInputError(f"{named}: {TOO_LONG}; give another picture")
-    return Picture(torch.from_numpy(pixels.clip([pixels.fitted(image)])), places)
+    return Picture(torch.from_numpy(pixels.clip([pixels.scale(image)])), places)
 
 
 def _recording(named: str, file: Path, window: LogMel) -> Recording:
@@ -284,7 +284,7 @@ def _video(named: str, file: Path, pixels: GridPixels, data: PictureChatConfig, 
         VisualInput((), selection.seconds, moments=selection.moments).times(grid.frames) if grid.has_timestamps else ()
     )
     return Picture(
-        torch.from_numpy(pixels.clip([pixels.fitted(image) for image in images])), places, selection.seconds, times
+        torch.from_numpy(pixels.clip([pixels.scale(image) for image in images])), places, selection.seconds, times
     )
 
 

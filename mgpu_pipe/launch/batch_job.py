@@ -75,13 +75,13 @@ def _run_here(settings: JobSettings, source: ModelSource, config: RunConfig) -> 
     if joined:  # the ranks share the folder of the output and nothing else
         world = enter(joined, config.trainer, config.strategy, launch.threads_per_worker)
         store = joined_store(launch.collective_timeout)
-        with folder.locked() if world.rank == 0 else nullcontext():
+        with folder.lock() if world.rank == 0 else nullcontext():
             if world.rank == 0:
                 folder.begin(settings.identity(source))
             with opened_share(world, store, config, settings, LONGEST_WAIT_S) as part:
                 _compute(settings, part)
         return EXIT_OK
-    with folder.locked():
+    with folder.lock():
         folder.begin(settings.identity(source))
         processes = world_size(config.trainer, config.strategy)
         if processes == 1:

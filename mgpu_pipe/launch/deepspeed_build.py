@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TextIO
 
 from mgpu_pipe.config.group_keys import StrategyConfig
-from mgpu_pipe.config.hydra.interpolation import written
+from mgpu_pipe.config.hydra.interpolation import hide_environment
 from mgpu_pipe.config.paths import RunPaths, cache_folder, private_folder, processor
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError, print_line
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_config
@@ -35,7 +35,7 @@ def write_engine_settings(paths: RunPaths, config: RunConfig, processes: int) ->
     dims = ParallelDims.resolve(config.strategy, processes)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     settings = deepspeed_config(config.strategy, config.precision, config.trainer, plan)
-    paths.deepspeed.write_text(json.dumps(written(settings), indent=2) + "\n", encoding="utf-8")
+    paths.deepspeed.write_text(json.dumps(hide_environment(settings), indent=2) + "\n", encoding="utf-8")
 
 
 BUILDER = "mgpu_pipe.training.deepspeed.build_extension"
@@ -96,7 +96,7 @@ def _run_whole(command: list[str], environment: dict[str, str], out: TextIO) -> 
     """Run the command and return its exit code; its compilers end with this process, too."""
     orphan_guard = OrphanGuard()
     process = subprocess.Popen(
-        bound(command), env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        bind_command(command), env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
     )
     try:
         orphan_guard.watch(process.pid)

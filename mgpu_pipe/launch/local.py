@@ -128,7 +128,7 @@ def _train_here(
             first_attempt=first,
             started=group,
             attempt_environment=restart_variables,
-            lost=lock.lost,
+            lost=lock.loss_reason,
             on_stop=partial(finish.announce_stop, lock),
         )
     finally:

@@ -21,7 +21,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_STOPPED, ConfigError, MgpuError, print_error, print_line
 from mgpu_pipe.import_path import allow_own_classes, python_module
 from mgpu_pipe.launch.signals import NOT_BEGUN, SignalInbox
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.system.hardware import host_memory
 
 UNKNOWN_LENGTH = 1_000_000
@@ -116,7 +116,7 @@ def _problem(config: RunConfig) -> str:
         tried = short_run(config, STEPS, "try")
         file, said = Path(folder) / "config.yaml", Path(folder) / "stderr"
         freeze(replace(tried, run=replace(tried.run, root=str(Path(folder) / "runs")), callbacks={}), file, flush=False)
-        code = _exit_code(bound(python_module("mgpu_pipe.launch.micro_batch_tries", str(file))), said, inbox)
+        code = _exit_code(bind_command(python_module("mgpu_pipe.launch.micro_batch_tries", str(file))), said, inbox)
         error = said.read_text(encoding="utf-8", errors="replace")
     if inbox.stop_requested or code == EXIT_STOPPED:
         raise MicroBatchStoppedError(f"{MICRO_BATCH}=max: {NOT_BEGUN}")

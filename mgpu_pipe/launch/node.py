@@ -219,7 +219,7 @@ def _reason_to_end(store: Store, node: int, lock: RunLock | None) -> Callable[[]
             return f"the first node's task is gone: {str(error).splitlines()[0][:200]}"
         if failed != node:
             return f"the workers of node {failed} failed"
-        return "" if lock is None else lock.lost()
+        return "" if lock is None else lock.loss_reason()
 
     return reason
 

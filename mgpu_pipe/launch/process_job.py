@@ -25,7 +25,7 @@ from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.worker import limit_torch_threads
 from mgpu_pipe.launch.workers import WorkerPlan
 from mgpu_pipe.launch.world import World
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.standard_streams import live_descriptor
 
@@ -191,7 +191,7 @@ def trace_ranks(ranks: Sequence[int], world: int, words: Sequence[str], model_ty
     """
 
     def trace(rank: int) -> dict[str, Any]:
-        command = bound(python_module(TRACER, str(rank), str(world), *words))
+        command = bind_command(python_module(TRACER, str(rank), str(world), *words))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:

@@ -194,19 +194,19 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
     Raises:
         DataError: this node's files differ from rank 0's.
     """
-    from mgpu_pipe.data.cache import locked, writing_to_cache
+    from mgpu_pipe.data.cache import hold_lock, writing_to_cache
     from mgpu_pipe.data.prepare_data import prepare, read_prepared
     from mgpu_pipe.launch.preparing import fetch_model
 
     prepared = read_prepared(json.loads(paths.data.read_text(encoding="utf-8")))
     cache = cache_folder(config.data.cache_dir)
     if config.model.path is not None and is_at_commit(config.model.path):
-        with writing_to_cache(cache), locked(cache / NODE_LOCK):
+        with writing_to_cache(cache), hold_lock(cache / NODE_LOCK):
             fetch_model(config.model)
     if prepared.is_here():
         return prepared
     print_line("preparing the data on this node, which has no part in rank 0's cache", file=sys.stderr, flush=True)
-    with writing_to_cache(cache), locked(cache / NODE_LOCK):  # one process of the node works, the others wait
+    with writing_to_cache(cache), hold_lock(cache / NODE_LOCK):  # one process of the node works, the others wait
         here = prepare(config)
     if here.digest != prepared.digest:
         named = f"data.source={config.data.source}"

@@ -121,7 +121,7 @@ def recipe_of(model: PreTrainedModel) -> InitRecipe:
     def untied_twin() -> nn.Module:
         with _without_tying():
             twin = type(model)(model.config)
-        add_adapters(twin, adapter_of(model).unquantised())
+        add_adapters(twin, adapter_of(model).without_quantisation())
         return twin
 
     return InitRecipe.record(untied_twin, model.config.model_type)

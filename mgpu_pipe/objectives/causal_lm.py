@@ -62,7 +62,7 @@ class CausalLMObjective(Objective):
         if self.router_loss is None or not torch.is_grad_enabled():
             return compute()
         with self.router_loss.collecting():
-            return self.router_loss.attached(compute(), batch["labels"], scale)
+            return self.router_loss.attach_to(compute(), batch["labels"], scale)
 
     def sampling_batch(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **_: Any
@@ -88,7 +88,7 @@ class CausalLMObjective(Objective):
         if self.router_loss is None or not torch.is_grad_enabled():
             return self._token_loss(batch)
         with self.router_loss.collecting():
-            return self.router_loss.added(self._token_loss(batch), batch["labels"])
+            return self.router_loss.add_to(self._token_loss(batch), batch["labels"])
 
     def row_losses(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._loss.by_token(self.model_inputs(batch), batch["labels"]).double().sum(1)

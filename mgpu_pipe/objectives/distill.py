@@ -102,7 +102,7 @@ class Teacher:
             self._free_gathered()
 
     @cached_property
-    def unsharded(self) -> PreTrainedModel:
+    def whole_model(self) -> PreTrainedModel:
         """Unsharded copy on this process."""
         model, fill = self._meta_model()
         fill(model, torch.device("cpu"))
@@ -265,7 +265,7 @@ class DistillObjective(Objective):
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """From whole logits of both models, by the divergences' definitions."""
-        teacher, keys, labels = self._teacher.unsharded, self._keys, batch["labels"]
+        teacher, keys, labels = self._teacher.whole_model, self._keys, batch["labels"]
         counts = labels != IGNORE_INDEX
         logits = forward(**forward_kwargs(model, batch)).logits[counts].float()
         with torch.no_grad():

@@ -90,12 +90,12 @@ class TextVectorObjective(KeyedObjective, GlobalBatchObjective):
         """Vectors of each sample's texts, for each size; one text at a time, without padding."""
         keys = self.keys
 
-        def pooled(ids: torch.Tensor, length: int) -> torch.Tensor:
+        def pool(ids: torch.Tensor, length: int) -> torch.Tensor:
             states = forward(input_ids=ids[None, :length]).last_hidden_state[0].float()
             return {"mean": states.mean(0), "cls": states[0], "last_token": states[-1]}[keys.pooling]
 
         vectors = [
-            [pooled(ids, length) for ids, length in zip(*texts, strict=True) if length]
+            [pool(ids, length) for ids, length in zip(*texts, strict=True) if length]
             for texts in zip(batch["input_ids"], batch["lengths"].tolist(), strict=True)
         ]
         for size in self._sizes:

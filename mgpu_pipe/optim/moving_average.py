@@ -75,7 +75,7 @@ class WeightAverage:
         """Whether evaluations in training use the average."""
 
     @contextmanager
-    def updated(self, optimizer: torch.optim.Optimizer, flats: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+    def follow(self, optimizer: torch.optim.Optimizer, flats: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
         """Context around an update of the weights that updates the average.
 
         Args:
@@ -100,7 +100,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self, optimizer: torch.optim.Optimizer, flats: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-        """Context in which the weights, those of :meth:`updated`, hold their averages."""
+        """Context in which the weights, those of :meth:`follow`, hold their averages."""
         weights = [p for group in optimizer.param_groups for p in group["params"]] if flats is None else flats
         saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         for weight in weights:

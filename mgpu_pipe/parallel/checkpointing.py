@@ -90,13 +90,13 @@ def _checkpoint(
     forward: Callable[..., Any], options: dict[str, Any], streams: RankStreams | None
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def run_checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        repeatable = bind_context(forward) if streams is None else streams.replayed(bind_context(forward))
+        repeatable = bind_context(forward) if streams is None else streams.make_repeatable(bind_context(forward))
         return checkpoint(repeatable, *args, **options, **kwargs)
 
-    return checkpointed
+    return run_checkpointed
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -16,7 +16,7 @@ from mgpu_pipe.config.resolve import prefers_compiled
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.kernels.layers import gpu_kernels_compile
 from mgpu_pipe.models.shard_units import decoder_blocks
-from mgpu_pipe.system.compat.torch_private import compiled
+from mgpu_pipe.system.compat.torch_private import compile_function
 
 
 def compiles(
@@ -32,7 +32,7 @@ def compile_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     sharding."""
     blocks = decoder_blocks(model)
     for block in blocks:
-        block.forward = compiled(block.forward)
+        block.forward = compile_function(block.forward)
     return blocks
 
 

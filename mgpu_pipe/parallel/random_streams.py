@@ -133,7 +133,7 @@ class RankStreams:
         for layer in leaves:
             layer.register_forward_pre_hook(leave)
 
-    def replayed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def make_repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps ``function`` so that its second call, a recomputation with a reset generator, draws the same."""
         first_call: list[tuple[bool, torch.Tensor | None]] = []
 

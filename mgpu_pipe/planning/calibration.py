@@ -91,7 +91,7 @@ ASSUMED_LINK = 2 * GIGA
 """Bytes a second of a link that one process cannot measure."""
 
 
-def fitted(measured: Measurements) -> Constants:
+def fit_constants(measured: Measurements) -> Constants:
     """Constants that predict the measured seconds, around their priors."""
     hardware = HardwareProfile(name="", **uncalibrated_profile(measured)).hardware
     products = np.array([row[:3] for row in measured.products], dtype=np.float64).T
@@ -119,7 +119,7 @@ def _assume(measured: Measurements) -> dict[str, float]:
 
 def profile_text(measured: Measurements) -> str:
     """The profile as YAML; each line says whether it is calibrated or assumed."""
-    figures, constants = uncalibrated_profile(measured), fitted(measured)
+    figures, constants = uncalibrated_profile(measured), fit_constants(measured)
     assumed = {"network", *(() if measured.link else ("link_gb_s",))}
     texts = ("description", "source", "accelerator")
     lines = []

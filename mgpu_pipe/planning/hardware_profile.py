@@ -18,7 +18,7 @@ import yaml
 from mgpu_pipe.config.suggest import choose_from, nearest
 from mgpu_pipe.errors import ConfigError, one_line
 from mgpu_pipe.planning.work import Constants, Hardware, constant_names
-from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, NotPlainError, expand_home, parse_yaml, read_bytes, shortened
+from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, NotPlainError, expand_home, parse_yaml, read_bytes, shorten
 
 FOLDER = Path(__file__).parent / "profiles"
 NETWORKS = "networks"
@@ -116,7 +116,7 @@ class HardwareProfile:
         return replace(self.hardware, peak=self.fp32_tflops * TERA)
 
     @property
-    def fitted(self) -> Constants:
+    def all_constants(self) -> Constants:
         """The constants, the prior's where the profile has none."""
         return replace(Constants(), **self.constants)
 
@@ -195,18 +195,18 @@ def _parse(text: bytes | str, name: str, key: str) -> Any:
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(key, name, "correct the file", f"is no YAML: {shortened(one_line(error))}") from None
+        raise ConfigError(key, name, "correct the file", f"is no YAML: {shorten(one_line(error))}") from None
 
 
 def _key_text(word: object) -> str:
     """A key for an error message."""
-    return shortened(word) if isinstance(word, str) else _value_text(word)
+    return shorten(word) if isinstance(word, str) else _value_text(word)
 
 
 def _value_text(value: object) -> str:
     """A value for an error message."""
     try:
-        return shortened(repr(value))
+        return shorten(repr(value))
     except ValueError:  # a whole number of thousands of digits
         return "<a very long number>"
 
@@ -237,10 +237,10 @@ def _profile(content: Any, name: str, key: str) -> HardwareProfile:
     values["constants"] = _constants(values.get("constants") or {}, refuse)
     profile = HardwareProfile(name=Path(name).stem, **values)
     if not profile.network_gb_s and profile.network not in networks():
-        text = shortened(profile.network)
+        text = shorten(profile.network)
         raise refuse(f"network={text} is unknown", choose_from(text, networks()))
     if profile.accelerator not in ACCELERATORS:
-        text = shortened(profile.accelerator)
+        text = shorten(profile.accelerator)
         raise refuse(f"accelerator={text} is unknown", choose_from(text, ACCELERATORS))
     if profile.gpus_per_node % 1 or profile.multiprocessors % 1:
         raise refuse("gpus_per_node and multiprocessors are counts", "write whole numbers")

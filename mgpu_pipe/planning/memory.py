@@ -92,7 +92,7 @@ class MemoryPlan:
         return sum(self.terms.values())
 
     @property
-    def allocated(self) -> int:
+    def tensor_bytes(self) -> int:
         """Bytes of tensors alone, which torch counts as allocated."""
         return sum(size for name, size in self.terms.items() if name not in OUTSIDE)
 

@@ -58,4 +58,4 @@ def predicted_seconds(config: RunConfig) -> tuple[float, str]:
     if config.strategy.pp != 1:  # gathers weights and reduces gradients once a step
         work = replace(work, zero=min(work.zero, 1.0))
     hardware = computing_hardware(config.precision, config.trainer, config.strategy, profile)
-    return float(step_time(work, hardware, profile.fitted).total), profile.name
+    return float(step_time(work, hardware, profile.all_constants).total), profile.name

@@ -31,7 +31,7 @@ def points(steps: Sequence[float], values: Sequence[float]) -> Points:
     return drawable
 
 
-def smoothed(series: Points) -> Points:
+def smooth_series(series: Points) -> Points:
     """Centred moving average, twice (a triangular window), each over about a fiftieth of the points.
 
     A centred window does not lag behind a loss that falls fast.
@@ -57,7 +57,7 @@ def _centred_mean(values: Sequence[float], reach: int) -> list[float]:
     return means
 
 
-def thinned(series: Points, most: int = MOST_POINTS) -> Points:
+def thin_series(series: Points, most: int = MOST_POINTS) -> Points:
     """At most ``most`` points: both ends, and the lowest and highest of each of ``most / 2`` equal stretches."""
     if len(series) <= most:
         return list(series)
@@ -158,7 +158,7 @@ def legend(curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
 def _curve_values(curve: Curve, most: int) -> dict[str, Any]:
     """The values of a curve for the page's script."""
-    points = thinned(curve.points, most)
+    points = thin_series(curve.points, most)
     return {
         "label": curve.label,
         "number": curve.number,
@@ -250,7 +250,7 @@ def _by_rank(view: RunView) -> list[dict[str, Any]]:
         curves = []
         for rank, table in ranks.items():
             series = points(table["step"], table.get(column, []))
-            series = series if column == "peak_gib" else smoothed(series)
+            series = series if column == "peak_gib" else smooth_series(series)
             curves.append(Curve(f"rank {rank}", series, rank, keys=(f"rank{rank}",), legend=f"rank {rank}"))
         if any(curve.points for curve in curves):
             built.append(chart(title, curves, up=up, note=f"{note}{more}", from_zero=True, most=MOST_POINTS // 4))
@@ -340,7 +340,7 @@ def _curves(views: list[RunView], column: str, smooth: bool) -> list[Curve]:
 
 def _smoothed_curves(view: RunView, column: str, smooth: bool, name: str = "") -> list[Curve]:
     measured = _measured_points(view, column)
-    smooth_points = smoothed(measured) if smooth else measured
+    smooth_points = smooth_series(measured) if smooth else measured
     if smooth_points == measured:
         return [Curve(name or "value", measured, 0, keys=(name,), legend=name)]
     raw = f"{name}, each step" if name else "each step"
@@ -362,7 +362,7 @@ def _comparison_curves(
         first = runs[0]
         equal = " = ".join(str(index + 1) for index in runs)
         text = f"{equal} · {labels[first].partition(' · ')[2]}".removesuffix(" · ") if labels else equal
-        series = smoothed(list(series_of_runs)) if smooth else list(series_of_runs)
+        series = smooth_series(list(series_of_runs)) if smooth else list(series_of_runs)
         label = f"{equal}, held out" if style == "dots" else equal
         legend = f"{text}{', identical' if len(runs) > 1 else ''}" if labels else ""
         curves.append(Curve(label, series, first, style, tuple(f"run{index}" for index in runs), first, legend))

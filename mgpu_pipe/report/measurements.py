@@ -190,14 +190,14 @@ def _print_formulas(trace: Mapping[str, Any], plain: MemoryPlan, compiled: Memor
     """Compare the rank that needs most memory with the formulas."""
     parts, peak = trace["parts"], peak_of(trace)
     rest = {name: size for name, size in plain.terms.items() if name not in STATE}
-    tensors = plain.allocated - sum(plain.terms.get(name, 0) for name in STATE)
+    tensors = plain.tensor_bytes - sum(plain.terms.get(name, 0) for name in STATE)
     rows = [[name, _size(parts[name]), _size(plain.terms.get(name, 0))] for name in STATE]
     rows.append(
         ["gradients, gathered weights, activations", _size(peak - sum(parts[name] for name in STATE)), _size(tensors)]
     )
-    rows.append([f"peak of rank {trace['rank']}", _size(peak), _size(plain.allocated)])
+    rows.append([f"peak of rank {trace['rank']}", _size(peak), _size(plain.tensor_bytes)])
     print_columns(("", "traced", "formulas"), rows, ("traced", "formulas"), below=(), spare=())
-    difference = 100 * (plain.allocated / peak - 1)
+    difference = 100 * (plain.tensor_bytes / peak - 1)
     moving = ", ".join(f"{name} {_size(size)}" for name, size in rest.items())
     print_line(f"the formulas are {difference:+.1f}% off; their terms: {moving}")
     print_line(

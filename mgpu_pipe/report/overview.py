@@ -29,7 +29,7 @@ from mgpu_pipe.config.group_keys import (
     SchedulerConfig,
     StrategyConfig,
 )
-from mgpu_pipe.config.hydra.interpolation import written
+from mgpu_pipe.config.hydra.interpolation import hide_environment
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import (
@@ -243,7 +243,7 @@ def _deepspeed(settings: Mapping[str, Any], from_user: Mapping[str, Any]) -> str
     parts += [f"{what} in {zero[key]['device']} memory" for key, what in OFFLOADED.items() if key in zero]
     parts.append(f"buckets of {numbers.count(zero['reduce_bucket_size'])} elements")
     if from_user:
-        parts.append(f"set by you: {json.dumps(written(dict(from_user)))}")
+        parts.append(f"set by you: {json.dumps(hide_environment(dict(from_user)))}")
     return f"{', '.join(parts)}; all settings: deepspeed.json in the run's folder"
 
 

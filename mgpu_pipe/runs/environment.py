@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import mgpu_pipe
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.system.hardware import WAITING_VARIABLES, Threads, cpu_cores, cpu_name
 from mgpu_pipe.system.local_files import replace_file
 
@@ -116,7 +116,7 @@ def _output(*command: str) -> str:
     """Output of a program; empty if it is missing, fails or hangs."""
     try:
         done = subprocess.run(
-            bound(command),
+            bind_command(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

@@ -105,11 +105,11 @@ class RunLock:
         self._record["state"] = "stopping"
         self._beat()
 
-    def lost(self) -> str:
+    def loss_reason(self) -> str:
         """Reason why this run lost its folder; empty while it holds it."""
-        return self._lost or self._gone()
+        return self._lost or self._moved_reason()
 
-    def _gone(self) -> str:
+    def _moved_reason(self) -> str:
         """Reason if the folder is no longer at its path, where the workers would create another; else empty."""
         folder = os.fstat(self._folder_fd)
         try:

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from mgpu_pipe.errors import MgpuError, print_line
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
 from mgpu_pipe.serving.prepare import ANSWER_TOKENS
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 
 READY_S = 5.0
 """Time for an answer to whether the server is there."""
@@ -165,7 +165,7 @@ class EngineProcess:
         self._name, self._tail = name, deque[str](maxlen=TAIL_LINES)
         self._guard = OrphanGuard()
         self._process = subprocess.Popen(
-            bound(command),
+            bind_command(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

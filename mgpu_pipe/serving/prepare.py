@@ -14,7 +14,7 @@ from typing import Any
 
 from mgpu_pipe.errors import BadInputError, MgpuError, one_line, print_line
 from mgpu_pipe.import_path import python_module
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 
 PROMPTS = ("The", "Once upon a time there was", "def main(", "How are you today?", "1, 2, 3,")
 """The prompts whose answers are compared."""
@@ -49,7 +49,7 @@ class Preparation:
             BadInputError: the run cannot be exported so, or generates no text.
             MgpuError: the export failed its check, or the process ended.
         """
-        command = bound(python_module("mgpu_pipe.serving.prepare", json.dumps(asdict(self))))
+        command = bind_command(python_module("mgpu_pipe.serving.prepare", json.dumps(asdict(self))))
         done = subprocess.run(command, capture_output=True, check=False)
         lines = done.stdout.decode(errors="replace").splitlines()
         try:

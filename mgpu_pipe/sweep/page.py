@@ -230,7 +230,7 @@ def _charts(runs: Sequence[Point], metrics: Sequence[str], shades: Sequence[floa
                 curves[column].append(
                     Curve(f"run {point.number}", [measured[row] for row in indices], index, run=index)
                 )
-                even[column].append(_even(measured, indices))
+                even[column].append(_average_at(measured, indices))
     measured_columns = [column for column in columns if curves[column]]
     charts = []
     for column in measured_columns:
@@ -243,7 +243,7 @@ def _charts(runs: Sequence[Point], metrics: Sequence[str], shades: Sequence[floa
     return charts
 
 
-def _even(series: Points, indices: Sequence[int]) -> list[float]:
+def _average_at(series: Points, indices: Sequence[int]) -> list[float]:
     """Moving average at ``indices``, over 1/50 of the rows on each side and fewer at the ends."""
     sums = [0.0, *accumulate(value for _, value in series)]
     reach = len(series) // 50

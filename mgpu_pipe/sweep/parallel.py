@@ -16,7 +16,7 @@ from mgpu_pipe.launch.signals import taken_over
 from mgpu_pipe.report import columns as figures
 from mgpu_pipe.sweep.point import RESUMABLE, RUNNING, WAITING
 from mgpu_pipe.sweep.store import Store
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.system.hardware import gpu_count
 
 WORKER = "MGPU_PIPE_SWEEP_WORKER"
@@ -67,7 +67,7 @@ def work_together(store: Store, chosen: Collection[int]) -> None:
                 if gpus:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index::count] or [gpus[index % len(gpus)]])
                 share = cores[index::count] or [cores[index % len(cores)]]
-                command = bound(python_module("mgpu_pipe", "sweeps", "resume", str(store.folder)))
+                command = bind_command(python_module("mgpu_pipe", "sweeps", "resume", str(store.folder)))
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
                 os.sched_setaffinity(child.pid, share)
                 children.append(child)

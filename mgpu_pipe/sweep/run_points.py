@@ -27,7 +27,7 @@ from mgpu_pipe.sweep.point import FAILED, FINISHED, PAUSED, PRUNED, RESUMABLE, R
 from mgpu_pipe.sweep.search import Tried, promoted_trials, suggest
 from mgpu_pipe.sweep.space import as_override, from_record
 from mgpu_pipe.sweep.store import Store
-from mgpu_pipe.sweep.sweep_outcome import ended, ended_with, killed_for_memory, refuse_point, say_in_run
+from mgpu_pipe.sweep.sweep_outcome import ended_with, killed_for_memory, record_outcome, refuse_point, say_in_run
 from mgpu_pipe.system.local_files import expand_home
 
 POLL_S = 0.2
@@ -235,13 +235,13 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     _limit(composition.config.scheduler, composition.config.trainer, point.budget)
     began, memory = time.monotonic(), killed_for_memory()
 
-    def chosen(folder: Path) -> None:
+    def remember_folder(folder: Path) -> None:
         nonlocal point
         point = store.change(point, folder=str(folder)) or point
 
     try:
         check_composition(composition, joins=True)
-        result = launch_composition(composition, command, chosen)
+        result = launch_composition(composition, command, remember_folder)
     except MgpuError as error:
         return refuse_point(store, point, error)
     except Exception as error:  # a bug: print the traceback and continue with the other runs
@@ -249,8 +249,8 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
         return ended_with(store, point, FAILED, EXIT_FAILURE, repr(error), {}, time.monotonic() - began)
     run_ended(asked_to_stop=result.asked_to_stop)
     if point.folder != str(result.folder):
-        chosen(result.folder)
-    return ended(store, point, result.exit_code, time.monotonic() - began, killed_for_memory() > memory)
+        remember_folder(result.folder)
+    return record_outcome(store, point, result.exit_code, time.monotonic() - began, killed_for_memory() > memory)
 
 
 def _limit(scheduler: SchedulerConfig, trainer: TrainerConfig, budget: int) -> None:

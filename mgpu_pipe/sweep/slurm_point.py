@@ -28,7 +28,7 @@ def main(folder: Path, sweep: Path) -> int:
     from mgpu_pipe.sweep.point import CANCELLED, RUNNING
     from mgpu_pipe.sweep.run_points import take
     from mgpu_pipe.sweep.store import Store
-    from mgpu_pipe.sweep.sweep_outcome import ended
+    from mgpu_pipe.sweep.sweep_outcome import record_outcome
 
     try:
         store = Store(sweep)
@@ -48,7 +48,7 @@ def main(folder: Path, sweep: Path) -> int:
         # another job is running this point
         store.change(point, owner=seen.owner, attempts=seen.attempts, begun=seen.begun)
         return code
-    ended(store, point, code, time.monotonic() - began)
+    record_outcome(store, point, code, time.monotonic() - began)
     return code
 
 

@@ -15,7 +15,7 @@ from mgpu_pipe.config.group_keys import EvalConfig, SweepConfig
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.command_line import SweepRequest
 from mgpu_pipe.config.hydra.compose import Composition
-from mgpu_pipe.config.objective import description, metric_of, ranked
+from mgpu_pipe.config.objective import description, metric_of, rankable_metrics
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, print_line, raised_by
@@ -226,7 +226,7 @@ def _usual_metric(data: DataConfig, objective: ObjectiveConfig) -> str:
 
 
 def _check_metric(data: DataConfig, objective: ObjectiveConfig, tasks: EvalConfig, metric: str) -> None:
-    known = [*ranked(objective, tasks), *MEASURED]
+    known = [*rankable_metrics(objective, tasks), *MEASURED]
     if metric not in known:
         raise ConfigError("sweep.metric", metric, choose_from(metric, known), "no run logs it")
     if metric.startswith("val/") and not (data.validation_fraction > 0 or data.validation_paths):

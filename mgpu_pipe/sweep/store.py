@@ -39,7 +39,7 @@ from mgpu_pipe.system.local_files import (
     parse_json,
     read_bytes,
     replace_file,
-    shortened,
+    shorten,
 )
 
 SWEEPS = "sweeps"
@@ -159,7 +159,7 @@ def check_name(root: Path, name: str | None) -> None:
     if "/" in name or "\\" in name or not name.isprintable() or not name.strip() or name.startswith((".", "-")):
         raise ConfigError("sweep.name", name, "use a plain folder name, without slashes, a leading dot or dash")
     if problem := name_problem(name):
-        raise ConfigError("sweep.name", shortened(name), "shorten it", problem)
+        raise ConfigError("sweep.name", shorten(name), "shorten it", problem)
     if exists(root / SWEEPS / name):
         fix = f"continue it with mgpu-pipe sweeps resume {name}, add points with mgpu-pipe sweeps extend {name}, "
         raise ConfigError("sweep.name", name, fix + "or choose another name", "a sweep of this name exists")

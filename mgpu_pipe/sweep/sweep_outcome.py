@@ -32,7 +32,7 @@ SPEEDS = ("throughput/tokens_per_s", "throughput/samples_per_s", "throughput/ste
 KILLED = "killed by SIGKILL"
 
 
-def ended(store: Store, point: Point, code: int, wall_s: float, short: bool = False) -> int:
+def record_outcome(store: Store, point: Point, code: int, wall_s: float, short: bool = False) -> int:
     """Record the outcome of a point's launch; returns the exit code.
 
     Args:

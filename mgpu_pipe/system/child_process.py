@@ -35,7 +35,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(errno, f"prctl({option}): {os.strerror(errno)}")
 
 
-def bound(command: Sequence[str]) -> list[str]:
+def bind_command(command: Sequence[str]) -> list[str]:
     """``command``, bound to end with this process's main thread."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 

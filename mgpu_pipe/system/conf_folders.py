@@ -33,16 +33,15 @@ def own_conf() -> Path | None:
     if not folder.is_dir() or folder.resolve() == shipped.resolve():
         return None
     names = sorted(path.relative_to(shipped) for path in shipped.rglob("*.yaml"))
-    taken = [_taken(folder / name, shipped / name) for name in names if (folder / name).exists()]
+    advice = "give it another one: ./conf adds options and replaces none"
+    taken = [
+        BadInputError(f"{folder / name}: has the name of the shipped {shipped / name}; {advice}")
+        for name in names
+        if (folder / name).exists()
+    ]
     if taken:
         raise ConfigErrors(taken)
     return folder
-
-
-def _taken(file: Path, shipped: Path) -> BadInputError:
-    return BadInputError(
-        f"{file}: has the name of the shipped {shipped}; give it another one: ./conf adds options and replaces none"
-    )
 
 
 @functools.cache

@@ -87,7 +87,7 @@ def name_problem(path: str | os.PathLike[str]) -> str:
     return f"a path of {size:,} bytes is too long ({MAX_PATH_BYTES:,} at most)" if size > MAX_PATH_BYTES else ""
 
 
-def shortened(path: str | Path) -> str:
+def shorten(path: str | Path) -> str:
     """A path for an error message, cut if it is very long."""
     text = str(path)
     return text if len(text) <= MAX_NAME_BYTES else f"{text[:SHOWN]}..."

@@ -183,7 +183,7 @@ def build_engine(
         start_step=attempt.start_step,
         checkpointer=checkpointer,
         save_last=config.checkpoint.save_last,
-        ranked=(*objective.description.ranked, *(metric.key for metric in task_metrics(config.eval.tasks))),
+        ranked=(*objective.description.rankable_metrics, *(metric.key for metric in task_metrics(config.eval.tasks))),
         tasks=tasks,
         writer=files.run,
         own_writer=files.rank,

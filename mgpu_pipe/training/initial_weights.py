@@ -36,7 +36,7 @@ from mgpu_pipe.models.init.keyed_init import CHUNK
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.models.weights.folder import whole_folder
-from mgpu_pipe.models.weights.pretrained import RECORDED, load_pretrained, recorded, restore_buffers
+from mgpu_pipe.models.weights.pretrained import RECORDED, buffer_entry, load_pretrained, restore_buffers
 from mgpu_pipe.models.weights.slices import FolderWeights, folder_buffers
 from mgpu_pipe.objectives.first_weights import MEASURED
 from mgpu_pipe.optim.moving_average import EMA
@@ -199,7 +199,7 @@ def buffers_of_start(
     if reader is not None and RECORDED in reader.state:
         return {RECORDED: reader.state[RECORDED]}
     path = checkpoint.init_from if starts_from_folder(checkpoint) else source.path
-    return {} if path is None else recorded(folder_buffers(replace(source, path=path), model))
+    return {} if path is None else buffer_entry(folder_buffers(replace(source, path=path), model))
 
 
 def left_out_weights(

@@ -18,7 +18,7 @@ from pytorch_lightning.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.group_keys import StrategyConfig
-from mgpu_pipe.config.hydra.interpolation import EnvironmentText, written
+from mgpu_pipe.config.hydra.interpolation import EnvironmentText, hide_environment
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plugins import MAX_MESSAGE
 from mgpu_pipe.config.schema import RunConfig, RunOptions
@@ -164,7 +164,7 @@ def start_loggers(config: RunConfig, folder: Path, dims: ParallelDims) -> list[L
     parameters = {key: without_secret(key, value) for key, value in _flat(to_plain(config))}
     marks, command = tags(config.run, config.strategy, dims), command_line(folder)
     for name, node in config.logger.items():
-        store = {key: without_secret(key, written(node[key])) for key in (TARGET, *WHERE) if key in node}
+        store = {key: without_secret(key, hide_environment(node[key])) for key in (TARGET, *WHERE) if key in node}
         before = runs.get(name, {})
         run_id = str(before["id"]) if before.get("store") == store and "id" in before else None
         try:

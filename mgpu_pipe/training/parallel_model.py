@@ -80,7 +80,7 @@ class ParallelModel:
         stages = self.pipeline.views.values() if self.pipeline is not None else ()
         first = not stages or any(stage.first for stage in stages)
         last = not stages or any(stage.last for stage in stages)
-        return self._objective.batch_spec.needed(first, last)
+        return self._objective.batch_spec.needed_fields(first, last)
 
     @property
     def counts_its_loss(self) -> bool:

@@ -109,5 +109,5 @@ class RunClock:
     def save_is_due(self) -> bool:
         return self._every is not None and time.monotonic() - self._saved >= 60 * self._every
 
-    def saved(self) -> None:
+    def note_save(self) -> None:
         self._saved = time.monotonic()

@@ -157,7 +157,7 @@ class Checkpointer:
                 )
                 return
             self._raise_unless_reported(background.wait(), last=False)
-        self._clock.saved()
+        self._clock.note_save()
         self.last_step, self._failed = step, None
         root = self._paths.checkpoints
         model, optimizer = self._shards(strategy)

@@ -306,7 +306,7 @@ class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
         if not self.step_counts:
             return result
         self.before_writing()
-        with on_local_shards(optimizer), self.average.updated(optimizer):
+        with on_local_shards(optimizer), self.average.follow(optimizer):
             optimizer.step()
         return result
 

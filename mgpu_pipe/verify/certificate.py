@@ -229,10 +229,10 @@ def show(result: Certificate, title: str) -> None:
 def failures(result: Certificate) -> list[str]:
     """One line for each broken bound: what, where, and in which step; and for each quantity that was not compared."""
     compared = {comparison.quantity for comparison in result.worst}
-    return [*(f"{name}: was not compared" for name in QUANTITIES if name not in compared), *_broken(result)]
+    return [*(f"{name}: was not compared" for name in QUANTITIES if name not in compared), *_broken_bounds(result)]
 
 
-def _broken(result: Certificate) -> list[str]:
+def _broken_bounds(result: Certificate) -> list[str]:
     lines = []
     for worst in result.worst:
         if not worst.passed:

@@ -79,11 +79,11 @@ def compare(
 def _configure(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, Objective]:
     """Strategy and objective, assembled like in training."""
 
-    def materialised(model: torch.nn.Module, device: torch.device) -> None:
+    def build(model: torch.nn.Module, device: torch.device) -> None:
         materialise(model, config.seed, device)  # type: ignore[arg-type]
 
     strategy = strategy_class(config.strategy.engine).from_config(
-        config, dims, torch.device("cpu"), materialise=materialised, dropout_seed=None, stop_requested=lambda: False
+        config, dims, torch.device("cpu"), materialise=build, dropout_seed=None, stop_requested=lambda: False
     )
     model = run_model(config)
     fix_rotary_length(model, config.data.seq_len)

@@ -155,7 +155,7 @@ def _small_optimizer(optimizer: OptimizerConfig, steps: int, layers: int) -> Opt
 def _small_adapters(peft: PeftConfig, layers: int) -> PeftConfig:
     # Small widths are no multiples of four-bit blocks.
     return replace(
-        peft.unquantised(),
+        peft.without_quantisation(),
         r=min(peft.r, MAX_RANK),
         init_from=None,
         dropout=0.0,

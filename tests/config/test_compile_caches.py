@@ -77,8 +77,8 @@ def test_a_runs_processes_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 COMPILES = """
 import torch
-from mgpu_pipe.system.compat.torch_private import compiled
-assert compiled(lambda x: (x * 2).sin())(torch.zeros(64)).sum() == 0
+from mgpu_pipe.system.compat.torch_private import compile_function
+assert compile_function(lambda x: (x * 2).sin())(torch.zeros(64)).sum() == 0
 """
 
 

@@ -51,12 +51,12 @@ def test_only_those_whose_business_it_is_know_fields_by_name() -> None:
 
 
 def test_padding_follows_the_spec() -> None:
-    padded = SPEC.padded(BATCH, 6)
+    padded = SPEC.pad(BATCH, 6)
     assert padded["frames"].shape == (2, 3, 6) and float(padded["frames"].sum()) == 24
     assert padded["at"].tolist() == [[0, 1, 2, 3, 0, 1]] * 2
     assert padded["kind"] is BATCH["kind"]
     assert padded["words"][:, 4:].tolist() == [[-7, -7]] * 2
-    assert SPEC.padded(padded, 5)["at"] is padded["at"]
+    assert SPEC.pad(padded, 5)["at"] is padded["at"]
 
 
 def test_targets_are_counted_and_taken_out() -> None:
@@ -78,16 +78,16 @@ def test_an_empty_micro_batch_has_every_field_and_counts_nothing() -> None:
 
 
 def test_a_pipeline_stage_needs_its_fields_alone() -> None:
-    assert SPEC.needed(True, False) == ("frames", "at", "words")
-    assert SPEC.needed(False, False) == ("frames", "at")
-    assert SPEC.needed(False, True) == ("frames", "at", "kind")
+    assert SPEC.needed_fields(True, False) == ("frames", "at", "words")
+    assert SPEC.needed_fields(False, False) == ("frames", "at")
+    assert SPEC.needed_fields(False, True) == ("frames", "at", "kind")
 
 
 def test_starts_of_unlike_documents_are_joined() -> None:
     unlike = ([*range(600)], [position % 20 for position in range(600)])
     starts = [document_starts(torch.tensor([positions])) for positions in unlike]
     assert [tuple(each.shape) for each in starts] == [(1, 1, 3, 17), (1, 1, 2, 33)]
-    joined = packed_text().joined([{"document_starts": each} for each in starts])["document_starts"]
+    joined = packed_text().join([{"document_starts": each} for each in starts])["document_starts"]
     assert tuple(joined.shape) == (2, 1, 3, 33)
     for each, whole in zip(starts, joined, strict=True):
         assert torch.equal(whole[0, 0, : each.shape[-1]], each[0, 0, 0])

@@ -78,12 +78,12 @@ def test_a_configuration_is_judged_by_the_bytes_that_are_read(tmp_path: Path, mo
     file = tmp_path / "config.yaml"
     file.write_text("run: {name: mine}\n")
     freeze.remember(file)
-    known = freeze._known
+    known = freeze._memory_file
 
     def swapped(digest: str) -> Path:
         file.write_text("run: {name: '${oc.env:SECRET_NAME}'}\n")
         return known(digest)
 
-    monkeypatch.setattr(freeze, "_known", swapped)
+    monkeypatch.setattr(freeze, "_memory_file", swapped)
     assert freeze.load_untrusted(file)[0].run.name == "mine"
     assert freeze.load_untrusted(file)[0].run.name == "${oc.env:SECRET_NAME}"

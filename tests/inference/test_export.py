@@ -47,7 +47,7 @@ from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.weights.model_files import saved_groups, write_configuration, write_tokenizer
 from mgpu_pipe.parallel.device_memory import AllocationWatch
-from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.child_process import bind_command
 from mgpu_pipe.training.initial_weights import build_model
 from tests.launch.launching import ROOT, alive, until
 from tests.models.tiny import tiny_model
@@ -421,8 +421,8 @@ def test_ids_without_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 PARENT = """
 import subprocess, sys
-from mgpu_pipe.system.child_process import bound
-child = subprocess.Popen(bound([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]),
+from mgpu_pipe.system.child_process import bind_command
+child = subprocess.Popen(bind_command([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]),
                          stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -441,7 +441,7 @@ def test_a_bound_child_dies_with_its_parent() -> None:
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_begin(tmp_path: Path) -> None:
-    other = [*bound(["touch", str(tmp_path / "begun")])]
+    other = [*bind_command(["touch", str(tmp_path / "begun")])]
     other[other.index(str(os.getpid()))] = "1"  # not its parent
     assert subprocess.run(other).returncode == 1
     assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_pictures_are_prepared_as_in_the_run(
     write_processor(stored, tmp_path / "out")
     processor: Any = AutoImageProcessor.from_pretrained(tmp_path / "out")
     for name, file in pictures(tmp_path).items():
-        ours = pixels.array(pixels.fitted(decode(file.read_bytes(), 3)))
+        ours = pixels.array(pixels.scale(decode(file.read_bytes(), 3)))
         theirs = processor(Image.open(file), return_tensors="np")["pixel_values"][0]
         assert np.abs(ours - theirs).max() < 1e-5, name
     if "preprocessor_config.json" in files:
@@ -115,7 +115,7 @@ def test_the_middle_is_the_one_that_clip_cuts(size: tuple[int, int]) -> None:
         size={"shortest_edge": 16}, crop_size=16, resample=2, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
     theirs = processor(image, return_tensors="np")["pixel_values"][0]
-    assert np.abs(pixels.array(pixels.fitted(image)) - theirs).max() < 1e-5
+    assert np.abs(pixels.array(pixels.scale(image)) - theirs).max() < 1e-5
 
 
 STANDARD: dict[str, object] = {"do_normalize": True, "do_resize": True, "image_mean": [0.48, 0.45, 0.4]}
@@ -165,7 +165,7 @@ def test_pictures_are_prepared_as_a_published_folder_states(tmp_path: Path, name
     written = CLIPImageProcessor(**processor_files._square_settings(pixels, "CLIPImageProcessor"))
     for size in ((301, 217), (224, 224), (100, 480)):
         image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8))
-        ours, most = pixels.array(pixels.fitted(image)), float(1e-6 / min(pixels.std))
+        ours, most = pixels.array(pixels.scale(image)), float(1e-6 / min(pixels.std))
         for theirs in (processor, written):
             assert np.abs(ours - theirs(image, return_tensors="np")["pixel_values"][0]).max() < most
 
@@ -214,7 +214,7 @@ def test_recordings_are_prepared_as_in_the_run(tmp_path: Path, files: Mapping[st
     extractor: Any = AutoFeatureExtractor.from_pretrained(tmp_path / "out")
     wave = np.random.default_rng(0).normal(0.3, 0.2, 3000).astype(np.float32)
     [theirs] = extractor(wave, sampling_rate=sound.rate, return_tensors="np")[stored.model.main_input_name]
-    window, fitted = LogMel.from_model(config.model, sound.rate), sound.fitted(wave)
+    window, fitted = LogMel.from_model(config.model, sound.rate), sound.standardise(wave)
     ours = fitted if window is None else window.extract([fitted])[0]
     assert theirs.shape == ours.shape and np.abs(ours - theirs).max() < 1e-5
 

@@ -22,7 +22,7 @@ from mgpu_pipe.config.freeze import config_hash, freeze
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, RunOptions, TrainerConfig
-from mgpu_pipe.data.cache import locked
+from mgpu_pipe.data.cache import hold_lock
 from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch import join
@@ -209,7 +209,7 @@ def test_a_node_without_the_data_prepares_it_and_the_others_wait_without_a_time_
     config, prepared, paths = nodes
     store = HashStore()
     assert config.data.cache_dir is not None
-    with locked(Path(config.data.cache_dir) / NODE_LOCK):  # another process of the second node is preparing
+    with hold_lock(Path(config.data.cache_dir) / NODE_LOCK):  # another process of the second node is preparing
         ranks = [Node(rank, config, paths[rank], store) for rank in range(2)]
         ranks[0].thread.join(1.0)
         assert all(rank.thread.is_alive() for rank in ranks)

@@ -87,7 +87,7 @@ def built(name: str, keys: PeftConfig) -> Any:
 
 @pytest.mark.parametrize("name", ["llama_128", "gpt2_128", "mixtral_128"])
 def test_loss_and_gradients_are_those_of_lora_beside_the_values_of_the_bytes(name: str) -> None:
-    packed, plain = built(name, QLORA), built(name, QLORA.unquantised())
+    packed, plain = built(name, QLORA), built(name, QLORA.without_quantisation())
     weights = {n: p.numel() for n, p in plain.named_parameters() if n.endswith(QUANTISED)}
     bytes_ = {n: p for n, p in packed.named_parameters() if p.dtype == torch.uint8 and not is_scales(n)}
     assert bytes_.keys() == weights.keys(), "matrices without an adapter too"

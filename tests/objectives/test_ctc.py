@@ -190,7 +190,7 @@ def test_samples_are_the_same_on_any_processes_and_read_from_json(tmp_path: Path
     )
     held = CTCObjective.samples(config, prepared.open(config, "validation")).batch(numbers[:2], -1 - numbers[:2])
     assert not held["hidden_frames"].any()
-    lengths = np.load(prepared.folder / "lengths.npy")[prepared.chosen("train")]  # type: ignore[attr-defined]
+    lengths = np.load(prepared.folder / "lengths.npy")[prepared.indices("train")]  # type: ignore[attr-defined]
     unsorted = listed(tmp_path, "data.validation_fraction=0.25", "data.sort_steps=1")
     drawn = prepare(unsorted).order(unsorted.seed, unsorted.data, 30)
     apart = [np.ptp(lengths[one[:80].reshape(10, 8)], axis=1).sum() for one in (places, drawn.indices(0, 80))]

@@ -203,7 +203,7 @@ def held(folder: str, strategy: list[str]) -> dict[str, Any]:
     with teacher.teach(batch) as teaching:
         logits = torch.nn.functional.linear(teaching.hidden, teaching.weight)
         gathered = sum(not isinstance(weights, DTensor) for weights in model.parameters())
-    whole = teacher.unsharded
+    whole = teacher.whole_model
     from mgpu_pipe.objectives.packed_text import forward_kwargs
 
     with torch.no_grad():
@@ -272,7 +272,7 @@ def test_a_run_teaches_as_its_export_does(tmp_path: Path) -> None:
     ids = some_rows()["input_ids"]
     with torch.no_grad():
         expected = load_run(run).model(input_ids=ids).logits
-        assert torch.equal(teacher_of(taught).unsharded(input_ids=ids).logits, expected)
+        assert torch.equal(teacher_of(taught).whole_model(input_ids=ids).logits, expected)
     with pytest.raises(ConfigErrors, match="its vocabulary has 384 tokens, the student's 400"):
         preflight(small_data(tmp_path, f"objective.teacher={run}", "model.config.vocab_size=400"))
 

@@ -115,7 +115,7 @@ def test_pictures_have_as_many_parts_as_transformers_cuts(longest: int, side: in
     parts, random = Parts(side, longest, 64), np.random.default_rng(longest)
     for height, width in [(1, 1), (1, 999), (3000, 2), *random.integers(1, 4000, (200, 2)).tolist()]:
         scaled = own.get_resize_output_image_size(np.empty((1, height, width), np.bool_), longest)
-        assert parts.scaled(height, width) == scaled
+        assert parts.scaled_size(height, width) == scaled
 
         class Sized(own.SmolVLMImageProcessorPil):  # type: ignore[name-defined,misc]
             def resize(self, image: Any, size: Any, **_: Any) -> Any:

@@ -107,7 +107,7 @@ def test_a_changed_picture_keeps_its_places(model: str) -> None:
     pixels: Any = chat_pixels(config.data, config.model)
     for side in ((40, 12), (9, 70)):
         image = Image.new("RGB" if pixels.channels == 3 else "L", side)
-        whole, changed = pixels.fitted(image), pixels.changed(image, config.data, np.random.default_rng(0))
+        whole, changed = pixels.scale(image), pixels.augment(image, config.data, np.random.default_rng(0))
         assert pixels.clip([changed]).shape == pixels.clip([whole]).shape
 
 
@@ -129,7 +129,7 @@ def test_canvases_are_those_of_transformers() -> None:
         rooms = [min(max(length, 336), room) for length, room in zip((height, width), canvas, strict=True)]
         fitted = maker().get_max_res_without_distortion((height, width), rooms)
         assert tuple(336 * tiles for tiles in largest.places(height, width)) == tuple(canvas.tolist())
-        assert largest.scaled(height, width) == tuple(max(int(side), 1) for side in fitted)
+        assert largest.scaled_size(height, width) == tuple(max(int(side), 1) for side in fitted)
     pixels = CanvasPixels(16, 3, (0.5,) * 3, (0.4,) * 3, "squash", Canvas(16, 4, 1, 6))
     settings = {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.4] * 3, "max_patches": 6}
     for seed, side in enumerate([(12, 40), (33, 15), (5, 6), (70, 50), (16, 16)]):

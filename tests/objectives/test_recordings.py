@@ -547,7 +547,7 @@ def test_a_published_model_s_own_placeholder_stays_text(tmp_path: Path) -> None:
         places=("<audio>",),
         placeholders=("<|AUDIO|>",),
     )
-    rendered = template.rendered(
+    rendered = template.conversation(
         row(part("x"), answer="<|AUDIO|> is a token").replace(
             '{"type": "audio", "audio": "x.wav"}', '{"type": "text", "text": "<audio> or <|AUDIO|>"}'
         ),

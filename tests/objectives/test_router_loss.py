@@ -141,7 +141,7 @@ def test_attached_to_an_output_it_gives_the_same_gradients() -> None:
     loss = RouterLoss(model, COEFFICIENT)
     loss.start_step(valid_tokens(batch), 8)
     with loss.collecting():
-        output = loss.attached(loss_sum(model, batch), batch["labels"], 1.0)
+        output = loss.attach_to(loss_sum(model, batch), batch["labels"], 1.0)
     output.backward(torch.full_like(output, 1 / valid_tokens(batch)))
     assert worst_error(summed_gradients(model, None, None), expected)[0] < 1
 
@@ -192,7 +192,7 @@ def _cut_sequences(kind: str) -> dict[str, Any]:
         loss.reduce_over([], world)
     with loss.collecting():
         # A sequence-parallel rank knows all labels, and its routers see its own range of the tokens.
-        total = loss.added(loss_sum(model, half), half["labels"] if kind == "context" else batch["labels"])
+        total = loss.add_to(loss_sum(model, half), half["labels"] if kind == "context" else batch["labels"])
     total.backward(torch.full_like(total, 1 / valid_tokens(batch)))
     return {"worst": worst_error(summed_gradients(model, world, None), expected)}
 

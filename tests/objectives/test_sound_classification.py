@@ -78,7 +78,7 @@ def test_a_recording_is_heard_as_the_extractor_of_the_folder_hears_it(
     sound = Sound.from_config(AudioConfig(), source)
     window = window_of(source, sound.rate)
     wave = np.random.default_rng(0).normal(0.1, 0.2, RATE // 8).astype(np.float32)
-    found = sound.fitted(wave)[None] if window is None else window.extract([sound.fitted(wave)])
+    found = sound.standardise(wave)[None] if window is None else window.extract([sound.standardise(wave)])
     expected = AutoFeatureExtractor.from_pretrained(tmp_path)(wave, sampling_rate=RATE, return_tensors="np")
     name = "input_values" if window is None else window.input_name
     np.testing.assert_allclose(found, expected[name], atol=1e-4)
@@ -142,7 +142,7 @@ def test_a_list_and_folders_give_the_same_samples(tmp_path: Path) -> None:
     samples = prepared.open(config, "train")
     numbers = np.arange(len(samples))
     batch = samples.batch(numbers, numbers)
-    for row, path in enumerate(np.array(sorted((tmp_path / "sounds").rglob("*.wav")))[prepared.chosen("train")]):
+    for row, path in enumerate(np.array(sorted((tmp_path / "sounds").rglob("*.wav")))[prepared.indices("train")]):
         wave = torch.from_numpy(heard(path)).double()
         assert prepared.classes[batch["labels"][row]] == path.parent.name
         assert batch["lengths"][row] == len(wave) and not batch["input_values"][row, len(wave) :].any()
@@ -333,7 +333,7 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     model = load_run(tmp_path / "second").model
     from mgpu_pipe.data.audio.listen import Sound
 
-    values = torch.from_numpy(Sound.from_config(config.data, config.model).fitted(wave))[None]  # type: ignore[arg-type]
+    values = torch.from_numpy(Sound.from_config(config.data, config.model).standardise(wave))[None]  # type: ignore[arg-type]
     with torch.no_grad():
         logits = model(input_values=values).logits[0].tolist()
     assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(

@@ -121,7 +121,7 @@ def test_videos_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
     patchify, grid = of_transformers("patchify"), prepared.grid
     for row, frames, chosen in ((0, frames_of(5), [0, 1, 2, 3]), (1, frames_of(40, (18, 10)), range(0, 40, 5))):
         pixels = samples._pixels
-        values = np.stack([Pixels.array(pixels, pixels.fitted(frames[at])) for at in chosen])
+        values = np.stack([Pixels.array(pixels, pixels.scale(frames[at])) for at in chosen])
         own, *_ = patchify(None, torch.from_numpy(values)[None], grid.patch, grid.merge, grid.frames)
         assert torch.equal(batch["pixel_values"][row][: own.shape[1]], own[0])
     text = ["".join(part.text for part in one) for one in parts_of(prepared, samples, every, every, True)]

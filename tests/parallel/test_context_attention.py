@@ -147,7 +147,7 @@ def test_every_token_is_on_one_rank_and_padding_counts_nothing(method: Method, l
     spec = BatchSpec({**packed_text().fields, **own}, documents="position_ids")
     parts = [split_micro_batch(batch, spec, size, rank, method) for rank in range(size)]
     whole = padded_length(length, size, method)
-    padded = spec.padded(batch, whole)
+    padded = spec.pad(batch, whole)
     for name in ("input_ids", "labels", "position_ids", "weight"):
         each = [part[name] for part in parts]
         assert {tuple(tensor.shape[:2]) for tensor in each} == {(2, whole // size)}

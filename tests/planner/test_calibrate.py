@@ -12,7 +12,7 @@ from mgpu_pipe.checks.plan_layouts import plan_layouts
 from mgpu_pipe.cli.verbs.calibrate import calibrate
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import ConfigError, ConfigErrors
-from mgpu_pipe.planning.calibration import Measurements, fitted, profile_text, uncalibrated_profile
+from mgpu_pipe.planning.calibration import Measurements, fit_constants, profile_text, uncalibrated_profile
 from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile
 from mgpu_pipe.planning.matrix_products import product_seconds
 from mgpu_pipe.planning.step_time import all_reduce_seconds, step_time
@@ -54,12 +54,12 @@ def test_the_fitted_profile_predicts_what_was_measured(tmp_path: Path) -> None:
     file.write_text(profile_text(measured()))
     profile = load_profile(str(file))
     for work, seconds in measured().steps:
-        predicted = step_time(Work(**work), profile.hardware, profile.fitted).total
+        predicted = step_time(Work(**work), profile.hardware, profile.all_constants).total
         assert float(predicted) == pytest.approx(seconds, rel=0.05)
     for size, ranks, seconds in measured().reductions:
-        assert float(np.asarray(all_reduce_seconds(size, ranks, profile.hardware, profile.fitted))) == pytest.approx(
-            seconds, rel=0.05
-        )
+        assert float(
+            np.asarray(all_reduce_seconds(size, ranks, profile.hardware, profile.all_constants))
+        ) == pytest.approx(seconds, rel=0.05)
 
 
 def test_every_figure_says_whether_it_is_calibrated_or_assumed() -> None:
@@ -70,7 +70,7 @@ def test_every_figure_says_whether_it_is_calibrated_or_assumed() -> None:
         link = next(line for line in lines if line.startswith("link_gb_s"))
         assert link.endswith("# calibrated" if with_links else "# assumed")
         assert any("link_latency" in line for line in lines) == with_links
-    assert fitted(measured(False)).link == Constants().link
+    assert fit_constants(measured(False)).link == Constants().link
 
 
 def test_a_calibrated_cpu_is_planned_for_as_processes(tmp_path: Path) -> None:
@@ -122,10 +122,10 @@ def test_a_profile_of_an_unknown_accelerator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_small_constant_is_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mgpu_pipe.planning.calibration.fitted", lambda measured: replace(TRUE, launch=2e-5))
+    monkeypatch.setattr("mgpu_pipe.planning.calibration.fit_constants", lambda measured: replace(TRUE, launch=2e-5))
     file = tmp_path / "mine.yaml"
     file.write_text(profile_text(measured()))
-    assert load_profile(str(file)).fitted.launch == 2e-5
+    assert load_profile(str(file)).all_constants.launch == 2e-5
 
 
 def test_calibrate_replaces_its_own_profile_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_calibrate_replaces_its_own_profile_alone(tmp_path: Path, monkeypatch: p
 
 def test_a_profile_that_cannot_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mgpu_pipe.launch.measurement.measure_hardware", lambda config: measured())
-    monkeypatch.setattr("mgpu_pipe.planning.calibration.fitted", lambda measured: replace(TRUE, launch=-1.0))
+    monkeypatch.setattr("mgpu_pipe.planning.calibration.fit_constants", lambda measured: replace(TRUE, launch=-1.0))
     with pytest.raises(ConfigError, match=r"^--out=.*constants.launch=-1.0"):
         calibrate(["trainer.accelerator=cpu", f"--out={tmp_path / 'mine.yaml'}"])
     assert not list(tmp_path.iterdir())

@@ -24,7 +24,7 @@ def test_a_shipped_profile_is_whole(name: str) -> None:
     if name in PEAKS:
         assert profile.hardware.peak == known_gpu_peak(f"NVIDIA {PEAKS[name]}", "bf16")
         assert profile.hardware_for("fp32").peak == known_gpu_peak(f"NVIDIA {PEAKS[name]}", "fp32")
-    assert all(getattr(profile.fitted, word) == value for word, value in profile.constants.items())
+    assert all(getattr(profile.all_constants, word) == value for word, value in profile.constants.items())
 
 
 def test_fp32_without_its_peak_is_refused(tmp_path: Path) -> None:
@@ -124,4 +124,4 @@ def test_a_profile_of_the_users_is_taken(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(content))
     profile = load_profile(str(file))
     assert (profile.name, profile.memory_bytes, profile.hardware.network) == ("mine", 96 << 30, 50e9)
-    assert profile.fitted.gemm == 0.7
+    assert profile.all_constants.gemm == 0.7

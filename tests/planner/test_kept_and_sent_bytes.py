@@ -45,7 +45,7 @@ def test_one_process_keeps_what_adamw_keeps() -> None:
     keys = OptimizerConfig()
     assert optimizer_bytes(keys) == 8
     keys.ema.decay = 0.9
-    with WeightAverage(0.9).updated(optimizer):
+    with WeightAverage(0.9).follow(optimizer):
         optimizer.step()
     state = [value for value in optimizer.state[model.weight].values() if value.ndim]
     assert optimizer_bytes(keys) * 64 * 32 == sum(value.nbytes for value in state)

@@ -162,7 +162,7 @@ def test_heads_are_exchanged_for_tokens_where_that_is_faster() -> None:
 def _step_of(config: RunConfig, profile: HardwareProfile, layout: Layout) -> float:
     changed = with_layout(config, layout)
     work = run_work(changed, model_fields(changed.model))
-    return float(np.asarray(step_time(work, profile.hardware, profile.fitted).context_parallel))
+    return float(np.asarray(step_time(work, profile.hardware, profile.all_constants).context_parallel))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -217,7 +217,7 @@ def test_shardings_are_estimated_in_bulk_as_each_alone(gpus: int) -> None:
         memory = memory_by_rank(changed)
         assert memory is not None and found.sizes[at] == pytest.approx(memory.likely, rel=0.001)
         assert found.host[at] == pytest.approx(memory.host, abs=1)
-        alone = step_time(run_work(changed, model_fields(changed.model)), profile.hardware, profile.fitted)
+        alone = step_time(run_work(changed, model_fields(changed.model)), profile.hardware, profile.all_constants)
         assert seconds[at] == pytest.approx(float(np.asarray(alone.total)), rel=1e-9)
 
 

@@ -49,7 +49,7 @@ def test_peaks_on_a_gpu_within_five_percent(row: dict[str, Any]) -> None:
     case = row["case"]
     words = (*OURS["mgpu_pipe, packed, fp8"], "data.micro_batch_size=4") if case == FP8 else OURS[case]
     plan = planned(*BASE, *words, "trainer.accelerator=cuda")
-    assert plan.allocated / GIB == pytest.approx(row["peak GiB"], rel=0.05)
+    assert plan.tensor_bytes / GIB == pytest.approx(row["peak GiB"], rel=0.05)
     assert plan.low < row["peak GiB"] * GIB < plan.high
 
 
@@ -85,7 +85,7 @@ WHOLE = [
 def test_live_bytes_of_cpu_processes_within_three_percent(row: dict[str, Any]) -> None:
     case = CASES[row["case"]]
     words = (*overrides_of(case, False), f"trainer.devices={case.ranks}", "trainer.accelerator=cpu")
-    assert planned(*words).allocated / (1 << 20) == pytest.approx(row["memory_mib"], rel=0.03)
+    assert planned(*words).tensor_bytes / (1 << 20) == pytest.approx(row["memory_mib"], rel=0.03)
 
 
 KEPT = [row for row in measured("one_rank-cpu.json") if CASES[row["case"]].rank == 0 and "zero" not in row["case"]]
@@ -122,7 +122,7 @@ def test_a_live_run_holds_what_the_formulas_say(overrides: str) -> None:
     found = call_in_new_process(one_rank, 0, 1, words)
     plan = planned(*words)
     assert plan.terms["weights"] == found["weights"]
-    assert plan.allocated == pytest.approx(found["memory"], rel=0.03)
+    assert plan.tensor_bytes == pytest.approx(found["memory"], rel=0.03)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_split_backward_passes_keep_the_gradients_that_a_trace_does(schedule: st
     words = "model=llama32_1b data.seq_len=4096 data.global_batch_size=32 data.micro_batch_size=1 precision=bf16"
     split = f"strategy=megatron strategy.pp=4 trainer.devices=4 strategy.pipeline.schedule={schedule}"
     plan = planned(*words.split(), *split.split(), "trainer.accelerator=cuda")
-    assert plan.rank == rank and plan.allocated / GIB == pytest.approx(gib, rel=0.02)
+    assert plan.rank == rank and plan.tensor_bytes / GIB == pytest.approx(gib, rel=0.02)
 
 
 @pytest.mark.slow

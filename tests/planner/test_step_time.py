@@ -237,7 +237,7 @@ def test_experts_are_computed_by_their_tokens_and_held_by_their_ranks() -> None:
 
 
 def test_arrays_give_what_numbers_give() -> None:
-    hardware, constants = load_profile("a100_80").hardware, load_profile("a100_80").fitted
+    hardware, constants = load_profile("a100_80").hardware, load_profile("a100_80").all_constants
     layouts = [(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 8, 1), (2, 4, 1)]
     tp, pp, dp_shard = (np.array(sizes, dtype=float) for sizes in zip(*layouts, strict=True))
     together = step_time(replace(MODEL, tp=tp, pp=pp, dp_shard=dp_shard), hardware, constants)
@@ -311,7 +311,7 @@ def test_bloom_is_predicted_as_committed() -> None:
 @pytest.mark.parametrize(("profile", "gpu"), [("h100", None), ("a100_80", "A100-80"), ("a100_40", "A100-40")])
 def test_the_profiles_constants_are_those_of_measured_runs(profile: str, gpu: str | None) -> None:
     runs = rows_of_this_project() if gpu is None else read_runs("llm_foundry", gpu=gpu)
-    fitted, priors = runs.errors(load_profile(profile).fitted).mean(), runs.errors(Constants()).mean()
+    fitted, priors = runs.errors(load_profile(profile).all_constants).mean(), runs.errors(Constants()).mean()
     assert fitted < 4.5 and (gpu is None or fitted < priors)
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.report.charts import MOST_POINTS, Curve, chart, points, smoothed, thinned, x_axes
+from mgpu_pipe.report.charts import MOST_POINTS, Curve, chart, points, smooth_series, thin_series, x_axes
 from mgpu_pipe.report.columns import capitalize, print_columns, print_rows
 from mgpu_pipe.report.overview import overview
 from mgpu_pipe.report.run_tables import after_table, differences_table, runs_table
@@ -130,7 +130,7 @@ def test_a_thinned_series_keeps_its_ends_and_every_spike() -> None:
     spikes = [(777, 50.0), (50_001, -60.0), (99_998, 40.0)]
     for step, value in spikes:
         series[step - 1] = (step, value)
-    kept = thinned(series)
+    kept = thin_series(series)
     assert len(kept) <= MOST_POINTS
     assert kept[0] == series[0]
     assert kept[-1] == series[-1]
@@ -141,18 +141,18 @@ def test_a_thinned_series_keeps_its_ends_and_every_spike() -> None:
 
 def test_a_short_series_is_drawn_whole() -> None:
     for length in (0, 1, 2, 3, MOST_POINTS):
-        assert thinned(noise(length)) == noise(length)
-    assert len(thinned(noise(MOST_POINTS + 1))) <= MOST_POINTS
-    assert smoothed(noise(29)) == noise(29)
+        assert thin_series(noise(length)) == noise(length)
+    assert len(thin_series(noise(MOST_POINTS + 1))) <= MOST_POINTS
+    assert smooth_series(noise(29)) == noise(29)
 
 
 def test_smoothing_keeps_a_level_and_a_slope_and_damps_noise() -> None:
     level = [(float(step), 3.0) for step in range(1, 501)]
-    assert all(math.isclose(value, 3.0) for _, value in smoothed(level))
+    assert all(math.isclose(value, 3.0) for _, value in smooth_series(level))
     slope = [(float(step), 0.5 * step) for step in range(1, 501)]
     # the window is centred, so a slope is not shifted; only where it ends is it lopsided
-    assert all(math.isclose(value, 0.5 * step) for step, value in smoothed(slope)[:480])
-    even = [value for _, value in smoothed(noise(5000))]
+    assert all(math.isclose(value, 0.5 * step) for step, value in smooth_series(slope)[:480])
+    even = [value for _, value in smooth_series(noise(5000))]
     assert max(even) - min(even) < 1.5
 
 

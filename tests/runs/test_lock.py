@@ -72,7 +72,7 @@ def test_the_lock_is_free_after_its_holder_left_or_died(tmp_path: Path) -> None:
         stop(holder)
         holder.wait()
         with RunLock(tmp_path / ".lock") as lock:
-            assert not lock.lost()
+            assert not lock.loss_reason()
 
 
 def test_a_resume_waits_for_the_workers_of_a_dead_launcher(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_a_holder_notices_that_it_was_replaced(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with RunLock(path, beat_s=0.05) as lock:
         lease(path, 1)
-        while not lock.lost():
+        while not lock.loss_reason():
             time.sleep(0.01)
-        assert "process 4711 on node7" in lock.lost()
+        assert "process 4711 on node7" in lock.loss_reason()
     assert "node7" in path.read_text()  # what is the other's is left alone
 
 
@@ -139,7 +139,7 @@ def test_a_holder_notices_that_its_folder_is_gone(end: str, ghost: bool, tmp_pat
     folder = tmp_path / "run"
     folder.mkdir()
     with RunLock(folder / ".lock") as lock:
-        assert not lock.lost()
+        assert not lock.loss_reason()
         if end == "moved":
             folder.rename(tmp_path / "other")
         else:
@@ -147,7 +147,7 @@ def test_a_holder_notices_that_its_folder_is_gone(end: str, ghost: bool, tmp_pat
         if ghost:
             folder.mkdir()
         where = f"moved to {tmp_path / 'other'}" if end == "moved" else "deleted"
-        assert lock.lost() == f"{folder}: this run ends: its folder was {where}"
+        assert lock.loss_reason() == f"{folder}: this run ends: its folder was {where}"
 
 
 def test_nothing_is_written_where_a_folder_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

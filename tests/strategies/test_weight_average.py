@@ -149,7 +149,7 @@ def test_a_weight_of_few_digits_has_an_average_of_many() -> None:
     optimizer, average = torch.optim.SGD([weight], lr=1.0), WeightAverage(0.999)
     for step in range(3):
         weight.grad = None if step == 1 else torch.full_like(weight, 0.5)
-        with average.updated(optimizer):
+        with average.follow(optimizer):
             optimizer.step()
     kept = optimizer.state[weight][EMA]
     values, exact = [0.5, 0.5, 0.0], 1.0

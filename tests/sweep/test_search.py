@@ -341,7 +341,7 @@ def test_what_reaches_no_number_at_a_rung_has_diverged(tmp_path: Path) -> None:
     taken = work.take(store, store.points()[0], budget=3)
     assert taken is not None
     taken = store.change(taken, folder=str(tmp_path / "run"))
-    assert taken is not None and work.ended(store, taken, 0, 1.0) == 1
+    assert taken is not None and work.record_outcome(store, taken, 0, 1.0) == 1
     assert store.points()[0].status == "diverged" and "val/loss is no number at step 3" in store.points()[0].reason
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
 

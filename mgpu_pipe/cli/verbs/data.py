@@ -178,11 +178,11 @@ def _fields(samples: SampleSet, indices: NDArray, numbers: NDArray) -> list[list
     """Type, shape and value range of each field of samples that are not text."""
     batch = samples.batch(indices, numbers)
 
-    def described(value: Tensor, row: int) -> str:
+    def describe(value: Tensor, row: int) -> str:
         kind, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])
         return f"{kind} {shape}, {float(value[row].min()):g} to {float(value[row].max()):g}"
 
-    return [[(name, described(value, row)) for name, value in batch.items()] for row in range(len(indices))]
+    return [[(name, describe(value, row)) for name, value in batch.items()] for row in range(len(indices))]
 
 
 def _render(parts: list[Part]) -> str:

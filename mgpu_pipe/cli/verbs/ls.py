@@ -56,7 +56,7 @@ def _print_keys(group: str) -> None:
 
 
 def _print_fields(path: str, keys: Any, names: Iterable[str]) -> None:
-    from mgpu_pipe.config.convert import setting, type_name, written
+    from mgpu_pipe.config.convert import hide_environment, setting, type_name
     from mgpu_pipe.config.json_schema import key_documentation
     from mgpu_pipe.config.sections import hints
 
@@ -67,7 +67,7 @@ def _print_fields(path: str, keys: Any, names: Iterable[str]) -> None:
             _print_fields(f"{path}.{name}", default, [field.name for field in fields(default)])
             continue
         text = key_documentation(cls, name)
-        _print(f"    {path}.{name}={setting(written(default))}  {type_name(hints(cls)[name])}. {text}", 8)
+        _print(f"    {path}.{name}={setting(hide_environment(default))}  {type_name(hints(cls)[name])}. {text}", 8)
 
 
 def _print(line: str, indent: int) -> None:

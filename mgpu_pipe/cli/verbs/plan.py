@@ -144,7 +144,7 @@ def _trace(composition: Composition, layout: TracedLayout, typed: Sequence[str],
     traces = trace_ranks(layout.ranks, world_size(layout.config.trainer, layout.config.strategy), words, str(kind))
     if as_json:
         formulas = (
-            None if layout.plain is None else {"tensors": layout.plain.allocated, "terms": dict(layout.plain.terms)}
+            None if layout.plain is None else {"tensors": layout.plain.tensor_bytes, "terms": dict(layout.plain.terms)}
         )
         print_text(json.dumps({"overrides": [*typed, *layout.words], "traces": traces, "formulas": formulas}, indent=2))
     else:

@@ -143,19 +143,19 @@ def _mark(values: Any, other: Any, raw: Any, sentinel: str) -> None:
             values[key] = EnvironmentText(value, text)
 
 
-def written(value: Any) -> Any:
+def hide_environment(value: Any) -> Any:
     """``value`` safe to write, with the interpolation instead of every text of the environment."""
     if isinstance(value, EnvironmentText):
         return value.interpolation
     if isinstance(value, Mapping):
-        return {key: written(item) for key, item in value.items()}
+        return {key: hide_environment(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [written(item) for item in value]
+        return [hide_environment(item) for item in value]
     return value
 
 
 def escape(value: Any) -> Any:
-    """Like :func:`written`, with literal ``${`` escaped, so that reading restores the text."""
+    """Like :func:`hide_environment`, with literal ``${`` escaped, so that reading restores the text."""
     if isinstance(value, EnvironmentText):
         return value.interpolation
     if isinstance(value, str):

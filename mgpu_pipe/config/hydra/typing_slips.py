@@ -41,9 +41,9 @@ def typing_slip(argument: str) -> BadInputError | None:
     if argument.startswith("{") or value.startswith(('{"', "{'")):
         fields = _json_object(value if not argument.startswith("{") else argument)
         if argument.startswith("{"):
-            fix = " ".join(f"{name}={_written(entry)}" for name, entry in fields.items())
+            fix = " ".join(f"{name}={_override_text(entry)}" for name, entry in fields.items())
         else:
-            fix = f"{key}={_written(fields)}"
+            fix = f"{key}={_override_text(fields)}"
         return BadInputError(
             f"{argument}: is JSON, and an override is KEY=VALUE; write {fix if fields else 'KEY={name:value}'}"
         )
@@ -100,9 +100,9 @@ def _json_object(text: str) -> dict[str, object]:
     return {}
 
 
-def _written(value: object) -> str:
+def _override_text(value: object) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_written(entry)}" for name, entry in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{_override_text(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_written, value)) + "]"
+        return "[" + ",".join(map(_override_text, value)) + "]"
     return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)

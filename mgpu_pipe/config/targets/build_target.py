@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mgpu_pipe.config.hydra.interpolation import written
+from mgpu_pipe.config.hydra.interpolation import hide_environment
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.config.targets import source_class
 from mgpu_pipe.config.targets.source_class import NoSuchName, NotAClass, Signature, Unknown
@@ -329,7 +329,7 @@ def _argument_errors(
         if name in strange:
             continue
         if wanted := wanted_instead(signature.annotations.get(name, "Any"), node[name]):
-            errors.append(ConfigError(f"{key}.{name}", written(node[name]), f"use {wanted}"))
+            errors.append(ConfigError(f"{key}.{name}", hide_environment(node[name]), f"use {wanted}"))
     for name in signature.required:
         if name not in names and name not in provided and name != "kwargs":
             errors.append(ConfigError(f"{key}.{name}", None, f"give {key}.{name}=...", f"{target} needs it"))

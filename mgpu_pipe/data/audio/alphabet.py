@@ -83,7 +83,7 @@ class Alphabet:
     def size(self) -> int:
         return max(self.numbers.values()) + 1
 
-    def fitted(self, text: str) -> str:
+    def normalise(self, text: str) -> str:
         """``text`` with single spaces, in the alphabet's only letter case if it has one."""
         text = " ".join(text.split())
         letters = [name for name in self.numbers if len(name) == 1 and name.upper() != name.lower()]

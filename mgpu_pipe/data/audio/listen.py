@@ -67,7 +67,7 @@ class Sound:
             return cls(rate, normalise=False)
         return cls(rate, bool(said.get("do_normalize", True)))
 
-    def changed(self, wave: Wave, data: AudioConfig, random: np.random.Generator) -> Wave:
+    def augment(self, wave: Wave, data: AudioConfig, random: np.random.Generator) -> Wave:
         """Changes a training recording at random: speed and noise."""
         rate, loudness = random.uniform(-1, 1), random.random()
         if data.speed:
@@ -77,7 +77,7 @@ class Sound:
             wave = wave + level * random.standard_normal(len(wave), np.float32)
         return wave
 
-    def fitted(self, wave: Wave) -> Wave:
+    def standardise(self, wave: Wave) -> Wave:
         if not self.normalise:
             return wave
         values = wave.astype(np.float64)
@@ -175,7 +175,7 @@ def notes_of_folders(data: AudioConfig) -> list[str]:
     return CLASS_FOLDERS.notes(data) if speech_source(data).says == "folder" else []
 
 
-def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Path:
+def _build_folder(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Path:
     folder = cache / "speech" / name
     build_once(folder, build)
     return folder
@@ -187,7 +187,7 @@ def keep_spoken(
     """Builds or finds the cache folder of synthesised recordings, of a kind in :data:`synthesis.SEEDS`."""
     length = () if digits == synthesis.DIGITS else digits
     name = digest_of("spoken digits", _FORMAT, kind, count, rate, synthesis.version(kind), *length)
-    return _built(cache, name, partial(_build_spoken, kind, count, rate, digits, name, progress))
+    return _build_folder(cache, name, partial(_build_spoken, kind, count, rate, digits, name, progress))
 
 
 def _build_spoken(
@@ -231,7 +231,7 @@ def listen_to(
     look = partial(
         scan_in_order, work=work, workers=tokenize_workers, progress=progress, stage="listen", pool_from=_POOL_FROM
     )
-    return _built(cache, name, partial(_build_listened, entries, prints, unusable, look, rate, content))
+    return _build_folder(cache, name, partial(_build_listened, entries, prints, unusable, look, rate, content))
 
 
 def _build_listened(

@@ -80,13 +80,13 @@ class PreparedSpeech(PreparedSounds):
         stored_rows, strange = (load_array(self.labels / f"{name}.npy") for name in ("kept", "strange"))
         alphabet = self.alphabet()
         places = stored_rows[self._side("train") & strange].tolist()
-        return [(names[place], _has_strange(alphabet.strange(alphabet.fitted(texts[place])))) for place in places]
+        return [(names[place], _has_strange(alphabet.strange(alphabet.normalise(texts[place])))) for place in places]
 
     def _side(self, split: Split) -> NDArray[np.bool_]:
         stored_rows = load_array(self.labels_of(split) / "kept.npy")
         return self.in_split(split, load_array(self.folder_of(split) / "hashes.npy")[stored_rows])
 
-    def chosen(self, split: Split) -> NDArray[np.int64]:
+    def indices(self, split: Split) -> NDArray[np.int64]:
         rows: NDArray[np.int64] = load_array(self.labels_of(split) / "kept.npy")[self.among_kept(split)]
         return rows
 
@@ -143,7 +143,7 @@ def _add_counts(known: PreparedSpeech, data: AudioConfig, sound: Sound, bad: lis
     long, bad = _among_rules(bad, data)
     report_bad_samples(bad, data.on_bad_sample, ("the recording or its text", "recordings"))
     is_apart = known.is_apart or bool(data.validation_paths)
-    train, available = len(known.chosen("train")), len(known.chosen("validation"))
+    train, available = len(known.indices("train")), len(known.indices("validation"))
     identity = (_FORMAT, asdict(sound), known.tokenizer_folder.name)
     trained = (_content(known.folder), _content(known.labels), known.fraction, data.speed, data.noise, data.sort_steps)
     evaluated = (_content(known.held_out_folder), _content(known.held_out_labels))
@@ -227,7 +227,7 @@ def _labels(
         lengths = load_array(folder / "lengths.npy").tolist()
         stored_rows, labels, strange, bad = list[int](), list[list[int]](), list[bool](), list[list[str]]()
         for index, (text, named, length) in enumerate(zip(texts, names, lengths, strict=True)):
-            fitted = alphabet.fitted(text)
+            fitted = alphabet.normalise(text)
             worst = 1 - speed if isinstance(limits, LogMel) else 1 + speed  # too long, or too short
             fault = _fault_of(fitted, alphabet, limits, int(length / worst))
             if fault is None:

@@ -61,16 +61,16 @@ class PreparedLabelledSounds(PreparedSounds):
         lengths = super().shown_lengths(folder)
         return lengths if self.segment_samples is None else np.minimum(lengths, self.segment_samples)
 
-    def chosen(self, split: Split) -> NDArray[np.int64]:
+    def indices(self, split: Split) -> NDArray[np.int64]:
         folder = self.folder_of(split)
         side = self.in_split(split, load_array(folder / "hashes.npy"))
         return np.flatnonzero(side & ~self._is_short(folder) & ~self._is_long(folder))
 
     def labels(self, split: Split) -> NDArray[Any]:
-        """Class of each recording of a split, in the order of :meth:`chosen`; int64, (recordings,)."""
+        """Class of each recording of a split, in the order of :meth:`indices`; int64, (recordings,)."""
         names = transcripts(self.folder_of(split))[0]
         number_of = {name: class_number(name, self.classes) for name in set(names)}
-        return np.array([number_of[names[place]] for place in self.chosen(split).tolist()], np.int64)
+        return np.array([number_of[names[place]] for place in self.indices(split).tolist()], np.int64)
 
     def unfit_recordings(self, rate: int) -> list[tuple[str, str]]:
         """Names of recordings that are too short or too long for the model, and their lengths."""
@@ -107,8 +107,8 @@ class PreparedTaggedSounds(PreparedLabelledSounds):
     kind: ClassVar[str] = "tagged_sounds"
 
     def labels(self, split: Split) -> NDArray[Any]:
-        """Whether a class is one of a recording's, in the order of :meth:`chosen`; float32, (recordings, classes)."""
-        texts, chosen = transcripts(self.folder_of(split))[0], self.chosen(split).tolist()
+        """Whether a class is one of a recording's, in the order of :meth:`indices`; float32, (recordings, classes)."""
+        texts, chosen = transcripts(self.folder_of(split))[0], self.indices(split).tolist()
         labels = np.zeros((len(chosen), len(self.classes)), np.float32)
         for row, place in enumerate(chosen):
             for name in tags_in(texts[place]):
@@ -192,7 +192,7 @@ def _add_counts(
     classes, contents = decided
     identity = (_FORMAT, asdict(sound), classes, known.fewest_samples, known.most_samples, known.segment_samples)
     changes = (contents[0], known.fraction, data.speed, data.noise, data.sort_steps)
-    available = len(known.chosen("validation"))
+    available = len(known.indices("validation"))
     has_held_paths = known.is_apart or known.fraction == 1
     missing = ", ".join(known.classes[number] for number in sorted(evaluated - trained))
     notes = [*notes_of_folders(data), *([known.told] if known.told else [])]
@@ -200,7 +200,7 @@ def _add_counts(
         notes.append(f"no training recording has the class {missing}: it is evaluated and cannot be learnt")
     return known.with_counts(
         data,
-        len(known.chosen("train")),
+        len(known.indices("train")),
         available,
         told="; ".join(notes),
         majority_accuracy=majority,

@@ -57,7 +57,7 @@ class PreparedSoundCaptions(PreparedSounds):
     def shown_lengths(self, folder: Path) -> NDArray[np.int64]:
         return np.minimum(super().shown_lengths(folder), self.segment_samples)
 
-    def chosen(self, split: Split) -> NDArray[np.int64]:
+    def indices(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's samples in its folder; those with too long captions may be left out."""
         every = self._in_split(split)
         return every[~self.long_captions(split)] if self.on_too_long == "drop" else every
@@ -68,12 +68,12 @@ class PreparedSoundCaptions(PreparedSounds):
         return rows
 
     def labels(self, split: Split) -> NDArray[np.int64]:
-        """Number of each sample's caption among those of its folder, in the order of :meth:`chosen`; (samples,)."""
-        return self._numbers(split)[self.chosen(split)]
+        """Number of each sample's caption among those of its folder, in the order of :meth:`indices`; (samples,)."""
+        return self._numbers(split)[self.indices(split)]
 
     def recording_ids(self, split: Split) -> NDArray[np.int64]:
-        """Numbers that are equal for equal recordings, in the order of :meth:`chosen`; (samples,)."""
-        hashes = load_array(self.folder_of(split) / "hashes.npy")[self.chosen(split)]
+        """Numbers that are equal for equal recordings, in the order of :meth:`indices`; (samples,)."""
+        hashes = load_array(self.folder_of(split) / "hashes.npy")[self.indices(split)]
         return np.unique(hashes, return_inverse=True)[1].reshape(-1)
 
     def table_of(self, split: Split) -> Path:
@@ -135,7 +135,7 @@ def prepare_sound_captions(
     refuse_long_captions(data, tables.values())
     long = sum(int(known.long_captions(split).sum()) for split in ("train", "validation"))
     identity = (_FORMAT, asdict(sound), window.settings(), known.on_too_long if long else "")
-    train, available = len(known.chosen("train")), len(known.chosen("validation"))
+    train, available = len(known.indices("train")), len(known.indices("validation"))
     contents = [
         (manifest["content"], tables[folder].name) for manifest, folder in zip(scan.manifests, texts, strict=True)
     ]

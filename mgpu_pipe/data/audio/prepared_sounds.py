@@ -28,7 +28,7 @@ class PreparedSounds(PreparedSplits):
     hours: float
 
     @abstractmethod
-    def chosen(self, split: Split) -> NDArray[np.int64]:
+    def indices(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's recordings in its folder."""
 
     def shown_lengths(self, folder: Path) -> NDArray[np.int64]:
@@ -41,7 +41,7 @@ class PreparedSounds(PreparedSplits):
         assert isinstance(data, AudioConfig) and isinstance(order, GlobalOrder)
         if data.sort_steps == 1:
             return order
-        lengths = self.shown_lengths(self.folder)[self.chosen("train")]
+        lengths = self.shown_lengths(self.folder)[self.indices("train")]
         return SortedSteps(order, lengths, data.global_batch_size, data.sort_steps)
 
     def amounts(self) -> list[tuple[int, str]]:

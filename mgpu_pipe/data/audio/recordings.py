@@ -94,7 +94,7 @@ class SoundSamples(ABC):
         assert isinstance(data, AudioConfig)
         self._data, self._seed, self._split, self._reopen = data, seed, split, reopen
         self._sound = Sound.from_config(data, model)
-        folder, self._recordings = prepared.folder_of(split), prepared.chosen(split)
+        folder, self._recordings = prepared.folder_of(split), prepared.indices(split)
         self._waves, self._files = None, dict[str, Any]()
         if (folder / WAVES).is_file():
             self._waves = load_array(folder / WAVES)
@@ -137,11 +137,11 @@ class SoundSamples(ABC):
 
     def model_input(self, index: int, number: int) -> Wave:
         """The model's input for a recording: with random changes in training, then normalised."""
-        return self._sound.fitted(self._change(self.recording(index), number))
+        return self._sound.standardise(self._change(self.recording(index), number))
 
     def _change(self, wave: Wave, number: int) -> Wave:
         if self._split == "train" and (self._data.speed or self._data.noise):
-            return self._sound.changed(wave, self._data, random_of(self._seed, number))
+            return self._sound.augment(wave, self._data, random_of(self._seed, number))
         return wave
 
     def recording(self, index: int) -> Wave:
@@ -167,14 +167,14 @@ class SpeechSamples(SoundSamples):
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Adds ``labels``, (rows, characters), and ``between_words``, their separator of words, (rows,)."""
-        written = [self.written(index) for index in indices.tolist()]
+        written = [self.transcript(index) for index in indices.tolist()]
         labels = np.full((len(written), max(map(len, written))), IGNORE_INDEX, np.int64)
         for row, tokens in enumerate(written):
             labels[row, : len(tokens)] = tokens
         between_words = torch.full((len(written),), self._between_words)
         return {**super().batch(indices, numbers), "between_words": between_words, "labels": torch.from_numpy(labels)}
 
-    def written(self, index: int) -> NDArray[np.int32]:
+    def transcript(self, index: int) -> NDArray[np.int32]:
         """Numbers of a transcript's characters."""
         numbers: NDArray[np.int32] = self._numbers[self._start[index] : self._end[index]]
         return numbers
@@ -197,7 +197,7 @@ class LabelledSounds(SoundSamples):
     def model_input(self, index: int, number: int) -> Wave:
         """The model's input for a part of a recording: with random changes in training, then normalised."""
         part = self._change(self.part(self.recording(index), number), number)
-        return self._sound.fitted(part[: self._segment])
+        return self._sound.standardise(part[: self._segment])
 
     def part(self, wave: Wave, number: int) -> Wave:
         """At most a segment of a recording: drawn by seed and sample in training, else its middle."""

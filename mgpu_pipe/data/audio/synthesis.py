@@ -103,15 +103,15 @@ def drawn_recordings(
 
 def _espeak(text: str, voice: str, rate: int, pitch: int, sampling_rate: int) -> Callable[[], Wave]:
     command = [program(ESPEAK), "-v", voice, "-s", str(rate), "-p", str(pitch)]
-    return lambda: _spoken([*command, "-w", "{}", text], sampling_rate)
+    return lambda: _run_speaker([*command, "-w", "{}", text], sampling_rate)
 
 
 def _flite(text: str, voice: str, stretch: float, sampling_rate: int) -> Callable[[], Wave]:
     command = [program(FLITE), "-voice", voice, "--setf", f"duration_stretch={stretch:.2f}", "-t", text, "-o", "{}"]
-    return lambda: _spoken(command, sampling_rate)
+    return lambda: _run_speaker(command, sampling_rate)
 
 
-def _spoken(command: list[str], sampling_rate: int) -> Wave:
+def _run_speaker(command: list[str], sampling_rate: int) -> Wave:
     """Runs a program; returns the sound that it writes to the file named ``{}``."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "spoken.wav"

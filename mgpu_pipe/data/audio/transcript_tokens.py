@@ -65,7 +65,7 @@ class Words:
         suppressed = dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"))
         return {**ends, **suppressed, "decoder_start_token_id": self.start}
 
-    def fitted(self, text: str) -> str:
+    def normalise(self, text: str) -> str:
         """``text`` with single spaces."""
         return " ".join(text.split())
 
@@ -101,7 +101,7 @@ class Words:
                 pieces.append([])
             else:
                 pieces[-1].append(number)
-        return self.fitted(STRANGE.join(self._tokenizer.decode(piece, skip_special_tokens=True) for piece in pieces))
+        return self.normalise(STRANGE.join(self._tokenizer.decode(piece, skip_special_tokens=True) for piece in pieces))
 
 
 def words_of(

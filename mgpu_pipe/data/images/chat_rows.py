@@ -35,9 +35,9 @@ from mgpu_pipe.data.text.conversations import (
     form_of,
     messages_of,
     sides_of,
-    spelled,
     tools_of,
     unused_columns,
+    write_literally,
 )
 from mgpu_pipe.data.text.earlier_versions import is_read_anew
 from mgpu_pipe.data.text.foreign_messages import ROLES, with_lists
@@ -155,7 +155,7 @@ def rows_of(
                 first = first or row.message
                 if faults is not None:
                     is_row = row.origin != str(path)
-                    faults.append((row.origin, fault_of(row.message, row.origin)) if is_row else row.named())
+                    faults.append((row.origin, fault_of(row.message, row.origin)) if is_row else row.name_and_reason())
                 continue
             number, whole = number + 1, True
             yield row
@@ -274,7 +274,7 @@ def conversation_of(
         if LITERAL in (message["content"] or ""):
             for place in EVERY_PLACE:
                 if place not in kinds:
-                    message["content"] = message["content"].replace(spelled(place, [place]), place)
+                    message["content"] = message["content"].replace(write_literally(place, [place]), place)
     texts = (str(message.get("content") or "") for message in messages)
     places = [place for text in texts for place in PLACES.findall(text) if place in kinds]
     tools = tools_of(row, origin)
@@ -285,11 +285,11 @@ def conversation_of(
 def _settle_literals(messages: list[dict[str, Any]], place: str, all_in_parts: bool) -> None:
     """Marks the texts ``place`` of ``messages`` that are no places: in answers, and in texts next to parts if parts
     are ``all_in_parts``."""
-    literal = spelled(place, [place])
+    literal = write_literally(place, [place])
     for message in messages:
         content = message["content"]
         if content and message["role"] == "assistant":
-            message["content"] = spelled(content, [place])
+            message["content"] = write_literally(content, [place])
         elif content and not all_in_parts:
             message["content"] = content.replace(literal, place)
 
@@ -325,7 +325,7 @@ def _with_places(
             named[place].append(None if name is None else _path(name, origin, keep))
             part = {"type": "text", "text": place}
         elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            part = {**part, "text": spelled(part["text"], EVERY_PLACE)}
+            part = {**part, "text": write_literally(part["text"], EVERY_PLACE)}
         parts.append(part)
     return {**message, "content": parts}
 

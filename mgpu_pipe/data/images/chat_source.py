@@ -193,7 +193,7 @@ class ChatSource:
         self.entries.extend(Entry(frame, "", origin) for frame in frames if frame not in places)
         return VisualInput(tuple(places.setdefault(frame, len(places)) for frame in frames), seconds, moments=moments)
 
-    def known(
+    def prepare(
         self,
         pixels: Pixels,
         window: LogMel | None,
@@ -248,7 +248,7 @@ class ChatSource:
         bad += [tuple(entry) for folder in scanned for entry in (read_manifest(folder) or {})["bad"]]
         bad += unfit_sounds(sounds, window) if sounds and window else []
         if isinstance(pixels, GridPixels):
-            bad += [*too_long(pixels.grid, pictures), *self._uneven(visuals, pictures)]
+            bad += [*too_long(pixels.grid, pictures), *self._uneven_folders(visuals, pictures)]
             for path, fact in zip(stored.paths, stored.facts, strict=True):
                 bad += [] if all(pixels.grid.places(fact.height, fact.width)) else [(path, TOO_LONG)]
         kind = ("a picture or video", "pictures and videos") if self.clips else ("a picture", "pictures")
@@ -298,7 +298,7 @@ class ChatSource:
                 placed.append(replace(visual, frames=tuple(frames[number] for number in visual.frames), clip=-1))
         return placed
 
-    def _uneven(self, visuals: list[VisualInput], pictures: Path) -> Iterator[tuple[str, str]]:
+    def _uneven_folders(self, visuals: list[VisualInput], pictures: Path) -> Iterator[tuple[str, str]]:
         """Folders whose frames have different sizes."""
         if not self.entries:
             return

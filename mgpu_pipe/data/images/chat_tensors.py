@@ -160,7 +160,8 @@ class PictureChatSamples(RowSamples):
         self._sounds = StoredSounds(sounds, prepared.window) if sounds and prepared.window else None
         self._all = prepared.visual_index(split)
         self._first, self._last = self._all.offsets[self.documents], self._all.offsets[self.documents + 1]
-        self._places, self._standing, self._written = prepared.places_in(split), prepared.standing, prepared.written()
+        self._places, self._standing = prepared.places_in(split), prepared.standing
+        self._written = prepared.placeholder_tokens()
         before = np.concatenate([[0], np.cumsum(self.store.loss_mask & TRAINED != 0)])
         end = self.start + self.length
         self._units = before[end] - before[np.minimum(self.start + 1, end)]
@@ -244,9 +245,9 @@ class PictureChatSamples(RowSamples):
                 before = random.bit_generator.state
                 for position, image in enumerate(images):
                     random.bit_generator.state = before
-                    images[position] = self._pixels.changed(image, self._data, random)
+                    images[position] = self._pixels.augment(image, self._data, random)
             else:
-                images = [self._pixels.fitted(image) for image in images]
+                images = [self._pixels.scale(image) for image in images]
             arrays.append(self._pixels.clip(images))
         return arrays
 

@@ -38,7 +38,7 @@ class CutPixels(Pixels):
             raise ConfigError("data.fit", data.fit, "leave it out", f"the model sees pictures in {what}")
         return Pixels.from_config(data, model), preprocessor(model)
 
-    def resized(self, image: Image, width: int, height: int) -> Image:
+    def resize_to(self, image: Image, width: int, height: int) -> Image:
         """The picture in this size; itself where it has it."""
         filtered = pillow().Resampling[self.resampling]
         return image if image.size == (width, height) else image.resize((width, height), filtered)
@@ -89,11 +89,11 @@ class PartPixels(CutPixels):
         down, across = self.parts.places(image.height, image.width)
         return across * self.size, down * self.size
 
-    def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
+    def scale(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
         final, filtered = self.final_size(image), pillow().Resampling[self.resampling]
         if box is not None:
             return image.resize(final, filtered, box=box)
-        height, width = self.parts.scaled(image.height, image.width)
+        height, width = self.parts.scaled_size(image.height, image.width)
         return image.resize((width, height), filtered).resize(final, filtered)
 
     def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
@@ -102,7 +102,7 @@ class PartPixels(CutPixels):
         values = self.array(image)
         if image.size == (self.size, self.size):
             return values[None]
-        return self.cut(values, self.array(self.resized(image, self.size, self.size)))
+        return self.cut(values, self.array(self.resize_to(image, self.size, self.size)))
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class TilePixels(CutPixels):
         """The picture's pixels, from which tiles and whole picture are scaled."""
         return image.size
 
-    def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
+    def scale(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
         """The picture, or its box, in the picture's size: tiles and whole picture are scaled from it."""
         return image if box is None else image.resize(image.size, pillow().Resampling[self.resampling], box=box)
 
@@ -154,10 +154,10 @@ class TilePixels(CutPixels):
         """Tiles of a picture, row by row, then the whole picture; float32, (tiles, channels, size, size)."""
         (image,) = images
         down, across = self.parts.places(image.height, image.width)
-        whole = self.array(self.resized(image, self.size, self.size))
+        whole = self.array(self.resize_to(image, self.size, self.size))
         if down * across == 1:
             return whole[None]
-        return self.cut(self.array(self.resized(image, across * self.size, down * self.size)), whole)
+        return self.cut(self.array(self.resize_to(image, across * self.size, down * self.size)), whole)
 
 
 def picture_tokens_of(model: ModelConfig, size: int) -> int:
@@ -208,13 +208,13 @@ class CanvasPixels(TilePixels):
     def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
         (image,) = images
         down, across = self.parts.places(image.height, image.width)
-        height, width = self.parts.scaled(image.height, image.width)
+        height, width = self.parts.scaled_size(image.height, image.width)
         canvas = pillow().new(image.mode, (across * self.size, down * self.size))
-        canvas.paste(self.resized(image, width, height))
+        canvas.paste(self.resize_to(image, width, height))
         values = self.array(canvas)
         if down * across == 1:
             return values[None]
-        return self.cut(values, self.array(self.resized(image, self.size, self.size)))
+        return self.cut(values, self.array(self.resize_to(image, self.size, self.size)))
 
 
 @dataclass(frozen=True)
@@ -247,9 +247,9 @@ class MosaicPixels(TilePixels):
     def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
         (image,) = images
         down, across = self.parts.tiles(image.height, image.width)
-        height, width = self.parts.scaled(image.height, image.width)
+        height, width = self.parts.scaled_size(image.height, image.width)
         mosaic = pillow().new(image.mode, (across * self.size, down * self.size), "white")
-        mosaic.paste(self.resized(image, width, height))
+        mosaic.paste(self.resize_to(image, width, height))
         values = self.array(mosaic)
         return self.cut(values, _every(_every(values, down, 1), across, 2))
 
@@ -337,7 +337,7 @@ class PatchPixels(Pixels):
         order = (1, 3, 2, 4, 0) if isinstance(self.parts, PooledGrid) else (1, 3, 0, 2, 4)
         return np.ascontiguousarray(cut.transpose(order)).reshape(-1, self.parts.values)
 
-    def processed(self, image: Image) -> NDArray[np.float32]:
+    def processor_output(self, image: Image) -> NDArray[np.float32]:
         """The output of transformers' image processor for a picture: of rows the whole picture, (1, channels, height,
         width); else patches padded with zeros, (1, most patches, values)."""
         if not isinstance(self.parts, PooledGrid):

@@ -126,13 +126,13 @@ class Pixels:
         """Settings for the digest of the data; without those of a folder that are the usual ones."""
         return {name: value for name, value in asdict(self).items() if name != "scaling" or value}
 
-    def changed(self, image: Image, data: ImageConfig, random: np.random.Generator) -> Image:
+    def augment(self, image: Image, data: ImageConfig, random: np.random.Generator) -> Image:
         """Changes a training picture at random and scales it to the final size: crop, rotation, shift, mirror, then
         colours and RandAugment (``data.augment``)."""
         image_module = pillow()
         cut, across, down, angle, mirrored = random.random(4), *random.uniform(-1, 1, 3), random.random()
         box = _crop(image.size, data.random_crop, cut) if data.random_crop < 1 else None
-        image = self._crop_randomly(image, data.augment, random) if data.augment.crop_area else self.fitted(image, box)
+        image = self._crop_randomly(image, data.augment, random) if data.augment.crop_area else self.scale(image, box)
         if data.turn or data.shift:
             moved = tuple(round(data.shift * share) for share in (across, down))
             # The corner's value fills the border: it is the background of most pictures that may be shifted.
@@ -148,7 +148,7 @@ class Pixels:
         box = random_crop_box(image.size, keys.crop_area, keys.crop_shape, random)
         return image.crop(box).resize(self.final_size(image), self._filter)
 
-    def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
+    def scale(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
         """Scales the picture, or its box (left, top, right, bottom), to the final size."""
         final, edge = self.final_size(image), self.edge
         if box is None and (edge > self.size or (self.fit == "crop" and image.width != image.height)):

@@ -167,7 +167,7 @@ class PreparedPictureChats(PreparedRows):
 
     def more_tokens(self, split: Split) -> NDArray[np.int64]:
         """Tokens that the pictures add to each conversation of a split's folder."""
-        written, visuals, places = self.written(), self.visual_index(split), self.places_in(split)
+        written, visuals, places = self.placeholder_tokens(), self.visual_index(split), self.places_in(split)
         # A recording counts its places alone.
         lengths = places.prod(1) if self.written_token is None else written.lengths(self.written_token, places)
         if self.grid is not None and self.grid.has_timestamps and self.video_token_id is not None:
@@ -176,7 +176,7 @@ class PreparedPictureChats(PreparedRows):
                 lengths[index] = len(written.ids(self.video_token_id, places[index].tolist(), times))
         return _sums_between(lengths - 1, visuals.offsets)
 
-    def written(self) -> PlaceholderTokens:
+    def placeholder_tokens(self) -> PlaceholderTokens:
         """Placeholder tokens of pictures and videos, by size."""
         opened = None if self.opener is None or self.image_token_id is None else (self.opener, self.image_token_id)
         return PlaceholderTokens(self.tokenizer_folder, self.named_parts, opened)
@@ -277,7 +277,7 @@ def prepare_picture_chats(
         opener = opener_of(tokenizer.folder, kind, partial(model_field_or_default, model))
         standing = [token for token in (image if opener is None else opener, video, audio) if token is not None]
         literals = placeholder_texts(model, tokenizer)
-        folders = [source.known(pixels, window, tokenizer, standing, cache, report, literals) for source in sources]
+        folders = [source.prepare(pixels, window, tokenizer, standing, cache, report, literals) for source in sources]
     folder, index, pictures, clips, sounds = folders[0]
     held_folder, held_shown, held_pictures, held_clips, held_sounds = folders[-1]
     notes = notes_of(map(read_manifest, dict.fromkeys((folder, held_folder))))

@@ -118,9 +118,9 @@ def scan_images(model: ModelConfig, data: DataConfig, progress: Progress | None)
     report = progress or no_progress
     with run_cache(data) as cache:
         paths, held_out = with_splits(data)
-        folder = held_folder = _known(data, paths, "data.paths", pixels.channels, cache, report)
+        folder = held_folder = _prepare(data, paths, "data.paths", pixels.channels, cache, report)
         if held_out:
-            held_folder = _known(data, held_out, "data.validation_paths", pixels.channels, cache, report)
+            held_folder = _prepare(data, held_out, "data.validation_paths", pixels.channels, cache, report)
     for note in CLASS_FOLDERS.notes(data) if layout_of(data) == "folder" else ():
         _log.warning("%s", note)
     manifests = [read_manifest(known) or {} for known in dict.fromkeys((folder, held_folder))]
@@ -152,7 +152,7 @@ def add_figures(known: Images, data: DataConfig, seen: tuple[object, ...], scan:
     )
 
 
-def _known(data: ImageConfig, patterns: list[str], key: str, channels: int, cache: Path, progress: Progress) -> Path:
+def _prepare(data: ImageConfig, patterns: list[str], key: str, channels: int, cache: Path, progress: Progress) -> Path:
     """Builds or finds the cache folder of the pictures that ``patterns`` name."""
     layout = layout_of(data)
     if layout == "digits":

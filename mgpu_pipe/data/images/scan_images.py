@@ -87,10 +87,10 @@ class LabelledImages:
     def sample(self, index: int, random: np.random.Generator) -> Mapping[str, NDArray[Any]]:
         image = self.picture(index)
         if self._split == "train":
-            values = self._pixels.array(self._pixels.changed(image, self._data, random))
+            values = self._pixels.array(self._pixels.augment(image, self._data, random))
             erase(values, self._data.augment, random)
         else:
-            values = self._pixels.array(self._pixels.fitted(image))
+            values = self._pixels.array(self._pixels.scale(image))
         cached = {"shown": np.int64(index)} if self._data.cache_features else {}
         return {"pixel_values": values, "labels": self._labels[index], **cached}
 

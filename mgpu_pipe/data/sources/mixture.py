@@ -104,7 +104,7 @@ def check_mixture(model: ModelConfig, data: DataConfig) -> None:
 
 def _errors(model: ModelConfig, data: DataConfig) -> list[BadInputError]:
     mixed = [source.name for source in all_sources() if isinstance(source, DataSource) and _can_be_mixed(source)]
-    others = [name for name in plugins.registered(plugins.DATA_GROUP) if DATA.keys(name) is DataConfig]
+    others = [name for name in plugins.entry_names(plugins.DATA_GROUP) if DATA.keys(name) is DataConfig]
     if data.source not in (*mixed, *others):
         return [ConfigError("data.source", data.source, choose_from(data.source, mixed), "cannot be mixed")]
     source = find_source(data.source)

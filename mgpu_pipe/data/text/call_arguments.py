@@ -21,13 +21,13 @@ def form_taken(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form | N
     """Form of arguments that a template renders right ("" if refused); None if it renders both alike, or neither."""
     text = json.dumps(_ARGUMENTS, ensure_ascii=False)
     # Neither Python's form of an object nor a doubly quoted string contains the text.
-    of_object, of_string = _written(render, _ARGUMENTS), _written(render, text)
+    of_object, of_string = _render_call(render, _ARGUMENTS), _render_call(render, text)
     if of_object == of_string:
         return None
     return "object" if SEEN in of_object else "string" if text in of_string else None
 
 
-def _written(render: Callable[[Sequence[Mapping[str, Any]]], str], arguments: object) -> str:
+def _render_call(render: Callable[[Sequence[Mapping[str, Any]]], str], arguments: object) -> str:
     function = {"name": "f", "arguments": arguments}
     call = {"id": "call00000", "type": "function", "function": function, **function}
     question, text = {"role": "user", "content": "."}, ""

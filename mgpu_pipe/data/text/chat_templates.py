@@ -184,7 +184,7 @@ def check_chat(model: ModelConfig, data: DataConfig, first: Sequence[tuple[str, 
             if samples == "preferences":
                 template.preference(line, origin, data.messages_column)
             elif samples == "unpaired":
-                template.unpaired(line, origin, data.messages_column)
+                template.with_label(line, origin, data.messages_column)
             else:
                 template.conversation(line, origin, data.messages_column, data.format)
             return

@@ -346,7 +346,7 @@ def _join(parts: list[object], number: int, origin: str) -> str:
     return "".join(str(text) for text in texts)
 
 
-def spelled(text: str, tokens: Iterable[str]) -> str:
+def write_literally(text: str, tokens: Iterable[str]) -> str:
     """``text`` in which ``tokens`` stay text; the tokenizer makes no token of one."""
     for token in tokens:
         text = text.replace(token, f"{token[0]}{LITERAL}{token[1:]}")

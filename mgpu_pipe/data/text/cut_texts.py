@@ -96,7 +96,7 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece, size: PieceSize) -> Encoded
     count = next((index for index, (start, _) in enumerate(offsets) if start >= size.overlap), len(ids))
     first = next((index for index in range(len(ids), 0, -1) if offsets[index - 1][1] < length - size.overlap), 0)
 
-    def placed(begin: int, end: int) -> list[PlacedToken]:
+    def place(begin: int, end: int) -> list[PlacedToken]:
         return [
             PlacedToken(
                 ids[index],
@@ -111,8 +111,8 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece, size: PieceSize) -> Encoded
         piece.start,
         piece.end,
         np.array(ids, np.uint32),
-        placed(0, count),
-        placed(first, len(ids)),
+        place(0, count),
+        place(first, len(ids)),
         type(tokenizer.model).__name__ == "BPE",
     )
 

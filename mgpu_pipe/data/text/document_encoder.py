@@ -226,14 +226,14 @@ class Encoder:
 
     def _encode_unpaired(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
         assert self._template is not None
-        rendered, desirable = self._template.unpaired(document.text, document.origin, self._spec.messages_column)
+        rendered, desirable = self._template.with_label(document.text, document.origin, self._spec.messages_column)
         ids, mask = self._ended_conversation(rendered, document.origin)
         return ids, mask | np.uint8(0 if desirable else REJECTED)
 
     def _conversation(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
         assert self._template is not None
         column, form = self._spec.messages_column, self._spec.chat_format
-        rendered = self._template.rendered(document.text, document.origin, column, form)
+        rendered = self._template.conversation(document.text, document.origin, column, form)
         return self._ended_conversation(rendered, document.origin)
 
     def _taken_notes(self) -> Notes:

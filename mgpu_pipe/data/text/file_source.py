@@ -257,7 +257,7 @@ class Row(NamedTuple):
     size: int
 
     @property
-    def joined(self) -> str:
+    def whole_text(self) -> str:
         """Text that decides the split, and that trains a tokenizer."""
         return "\n".join(self.texts)
 

@@ -110,11 +110,11 @@ def prepare_labelled(
         report = progress or no_progress
         source = held_source = _LabelledFiles(data, cache, "data.paths", report)
         tokenizer = resolve_tokenizer(model, data, objective, [(data, source.as_text())], cache, report)
-        folder = held_folder = source.encoded(tokenizer)
+        folder = held_folder = source.encode(tokenizer)
         if data.validation_paths:
             held_data = held_out_data(data)
             held_source = _LabelledFiles(held_data, cache, "data.validation_paths", report)
-            held_folder = held_source.encoded(tokenizer)
+            held_folder = held_source.encode(tokenizer)
         source.measure(folder, tokenizer)
         held_source.measure(held_folder, tokenizer)
     padding, stores = model_field(model, "pad_token_id"), {folder, held_folder}
@@ -182,11 +182,11 @@ class _LabelledFiles:
         """Source of the texts, to train a tokenizer."""
 
         def documents() -> Iterator[Document]:
-            return (Document(row.joined, row.origin, row.size) for row in self.rows())
+            return (Document(row.whole_text, row.origin, row.size) for row in self.rows())
 
         return Source(SOURCE, self.identity, self._size, documents)
 
-    def encoded(self, tokenizer: TokenizerInfo) -> Path:
+    def encode(self, tokenizer: TokenizerInfo) -> Path:
         """Builds or finds the folder of the rows' tokens."""
         identity = {
             "source": self.identity,

@@ -48,7 +48,7 @@ class Notes:
 
     def add_bad(self, fault: Fault) -> None:
         self.bad += 1
-        self.first_bad = [*self.first_bad, fault.named()][:NAMED]
+        self.first_bad = [*self.first_bad, fault.name_and_reason()][:NAMED]
 
     def add(self, other: Notes) -> None:
         """Merges the notes of later documents."""

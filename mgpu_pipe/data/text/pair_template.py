@@ -166,7 +166,7 @@ class RowEncoder:
         return EncodedBatch(
             tokens=np.array([token for ids, _ in pairs for token in ids], self._dtype),
             lengths=np.array([len(ids) for ids, _ in pairs], np.int64),
-            hashes=np.array([document_hash(row.joined) for row in rows], np.uint64),
+            hashes=np.array([document_hash(row.whole_text) for row in rows], np.uint64),
             loss_mask=None,
             size=sum(row.size for row in rows),
         ), [second for _, second in pairs]

@@ -38,9 +38,9 @@ from mgpu_pipe.data.text.conversations import (
     is_trained,
     joins_templates,
     messages_of,
-    spelled,
     tools_of,
     unused_columns,
+    write_literally,
 )
 from mgpu_pipe.data.text.notes import Notes
 from mgpu_pipe.data.text.preference_rows import (
@@ -219,13 +219,6 @@ class ChatTemplate:
 
     def conversation(
         self, line: str, origin: str, column: str, form: str = "auto", rendered_before: bool = False
-    ) -> tuple[str, list[Span]]:
-        """Renders one JSON line; returns the text and the spans of :meth:`rendered`."""
-        text, spans, *_ = self.rendered(line, origin, column, form, rendered_before)
-        return text, spans
-
-    def rendered(
-        self, line: str, origin: str, column: str, form: str = "auto", rendered_before: bool = False
     ) -> Rendered:
         """Renders one JSON line and finds the assistant's characters (:mod:`mgpu_pipe.data.text.answer_finder`).
 
@@ -248,7 +241,7 @@ class ChatTemplate:
         self.notes.add_unused(origin, unread_columns(row, preference_columns(column), both[0]))
         return [self._rendered_within_limits(messages, tools, origin, len(line), rendered_before) for messages in both]
 
-    def unpaired(self, line: str, origin: str, column: str, rendered_before: bool = False) -> tuple[Rendered, bool]:
+    def with_label(self, line: str, origin: str, column: str, rendered_before: bool = False) -> tuple[Rendered, bool]:
         """Renders a conversation with a label, spans cover only the completion; and whether it is desirable."""
         row = json_row(line, origin, column)
         messages, desirable = unpaired_of(row, origin, column)
@@ -265,7 +258,7 @@ class ChatTemplate:
             if LITERAL in content and not self.places:
                 raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD3)")
             if any(token in content for token in self.placeholders):
-                message["content"] = spelled(content, self.placeholders)
+                message["content"] = write_literally(content, self.placeholders)
         try:
             with nullcontext() if rendered_before else limit_template(size):
                 return self._render(messages, tools, origin)

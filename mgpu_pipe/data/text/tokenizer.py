@@ -92,7 +92,7 @@ def resolve_tokenizer(
     elif not sources:
         size = trained_vocab_size(model, data, objective, special)
         name = digest_of("numbers", _BPE_VERSION, size)
-        info = _built(cache, name, lambda out: tokenizer_train.write_number_tokenizer(size, out))
+        info = _build_folder(cache, name, lambda out: tokenizer_train.write_number_tokenizer(size, out))
     else:
         size = trained_vocab_size(model, data, objective, special)
         info = _train_tokenizer(size, sources, template, cache, progress)
@@ -145,10 +145,10 @@ def _load(data: DataConfig, file: Path, source: Path) -> Tokenizer:
     try:
         return load_tokenizer_file(file)
     except ModelFolderError as error:
-        raise _broken(data, source, str(error).removeprefix(f"{file}: is not a tokenizer: ")) from error
+        raise _tokenizer_error(data, source, str(error).removeprefix(f"{file}: is not a tokenizer: ")) from error
 
 
-def _broken(data: DataConfig, file: Path, reason: str) -> BadInputError:
+def _tokenizer_error(data: DataConfig, file: Path, reason: str) -> BadInputError:
     if data.tokenizer == "auto":
         return ModelFolderError(f"{file}: is not a tokenizer: {reason}")
     return ConfigError(
@@ -207,7 +207,7 @@ def _end_of_sequence(model: ModelConfig, data: DataConfig, folder: Path, tokeniz
     raise ConfigError("data.tokenizer", chosen, file, reason)
 
 
-def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerInfo:
+def _build_folder(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerInfo:
     """Finds the cached tokenizer folder ``name``; ``build(folder)`` fills a new one."""
     folder = cache / "tokenizers" / name
 
@@ -238,7 +238,7 @@ def _import(
     try:
         contents = {name: path.read_bytes() for name, path in sorted(paths.items())}
     except OSError as error:
-        raise _broken(data, Path(error.filename or file), error.strerror or "cannot be read") from error
+        raise _tokenizer_error(data, Path(error.filename or file), error.strerror or "cannot be read") from error
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     spare = _spare(model, data, file, template)
 
@@ -249,7 +249,7 @@ def _import(
                     json_object(content, paths[name], name)
                 except ModelFolderError as error:
                     reason = str(error).removeprefix(f"{paths[name]}: ").removesuffix(REPLACE)
-                    raise _broken(data, paths[name], reason) from error
+                    raise _tokenizer_error(data, paths[name], reason) from error
             (out / name).write_bytes(content)
         _leave_out(out, spare)
         name, _ = _end_of_sequence(model, data, out, _load(data, out / TOKENIZER, file))
@@ -265,7 +265,7 @@ def _import(
         _add_tokens(data, file, out / TOKENIZER, () if template is None else template.special)
 
     spared = (sorted(spare),) if spare else ()
-    return _built(cache, digest_of("imported", hashes, *_template_parts(template), *spared), copy)
+    return _build_folder(cache, digest_of("imported", hashes, *_template_parts(template), *spared), copy)
 
 
 def _spare(model: ModelConfig, data: DataConfig, file: Path, template: ChosenTemplate | None) -> dict[int, str]:
@@ -274,7 +274,7 @@ def _spare(model: ModelConfig, data: DataConfig, file: Path, template: ChosenTem
         written = chat_template(file.parent) if template is None else template.text
         return spare_tokens(file, model_vocab_size(model), written)
     except ModelFolderError as error:
-        raise _broken(data, file, str(error).removeprefix(f"{file}: ").removesuffix(REPLACE)) from error
+        raise _tokenizer_error(data, file, str(error).removeprefix(f"{file}: ").removesuffix(REPLACE)) from error
 
 
 def _leave_out(folder: Path, tokens: Mapping[int, str]) -> None:
@@ -348,7 +348,7 @@ def _train_tokenizer(
         identity = (sources[0][1].identity, fractions[0])
     if any(source.kind in CONVERSATIONS for _, source in sources):
         identity = (*identity, CONVERSATIONS_FORMAT)
-    return _built(cache, digest_of("bpe", _BPE_VERSION, *identity, size, *_template_parts(template)), train)
+    return _build_folder(cache, digest_of("bpe", _BPE_VERSION, *identity, size, *_template_parts(template)), train)
 
 
 def _keyed_texts(
@@ -368,7 +368,7 @@ def _keyed_texts(
             if source.kind == "preferences":
                 texts = [both.text for both in chat.preference(*arguments, rendered_before=again)]
             elif source.kind == "unpaired":
-                texts = [chat.unpaired(*arguments, rendered_before=again)[0].text]
+                texts = [chat.with_label(*arguments, rendered_before=again)[0].text]
             else:
                 texts = [chat.conversation(*arguments, data.format, rendered_before=again)[0]]
         except DataError as error:

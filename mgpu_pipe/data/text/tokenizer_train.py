@@ -111,7 +111,7 @@ def training_texts(
     train &= (hashes & np.uint64(0xFFFF)) < np.uint64(min(max(int(share * 65536), 1), 65536))
     total = int(sum(size for (_, size), use in zip(keyed, train, strict=True) if use))
 
-    def chosen() -> Iterator[str]:
+    def choose() -> Iterator[str]:
         done = 0
         for (_, text), use in zip(again, train, strict=True):
             if use:
@@ -119,7 +119,7 @@ def training_texts(
                 done += len(text)
                 progress("train tokenizer", done, total)
 
-    return chosen()
+    return choose()
 
 
 def _pieces(text: Text) -> Iterator[str]:

@@ -98,7 +98,7 @@ def answer_prompts(
         seconds = compute_batches(folder, share, batches, good, engine.answer, "answer")
     if not share.is_first:
         return
-    answers = folder.answered()
+    answers = folder.answers()
     tokens = sum(int(json.loads(row)["tokens"]) for line, row in answers.items() if line not in before)
     bad = {row.line: json.dumps({"line": row.line, "error": row.error}).encode() + b"\n" for row in rows if row.error}
     keys = {row.line: row.keys for row in rows if row.keys}

@@ -54,7 +54,7 @@ class Row:
     is_ended: bool = False
 
     @property
-    def cached(self) -> int:
+    def cached_tokens(self) -> int:
         """Tokens whose keys and values the cache has: all but the last new one."""
         return len(self.prompt) + len(self.new) - 1
 
@@ -115,7 +115,7 @@ class RowBatch:
         """Compute one more token of each row; returns the rows that are done."""
         ids = torch.tensor([[row.new[-1]] for row in self.rows], device=self._device)
         cache = DynamicCache(self._layers)
-        self._forward(ids, [row.cached + 1 for row in self.rows], cache, self.rows)
+        self._forward(ids, [row.cached_tokens + 1 for row in self.rows], cache, self.rows)
         self._layers = _layers_of(cache)
         return self._leave()
 
@@ -139,7 +139,7 @@ class RowBatch:
         done = [row for row in self.rows if row.is_done]
         if done:
             self.rows = [self.rows[place] for place in stays]
-            length = max((row.cached for row in self.rows), default=0)
+            length = max((row.cached_tokens for row in self.rows), default=0)
             indices = torch.tensor(stays, dtype=torch.long, device=self._device)
             self._layers = [
                 (keys[indices][..., keys.shape[-2] - length :, :], values[indices][..., values.shape[-2] - length :, :])

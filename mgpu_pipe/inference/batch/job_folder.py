@@ -61,7 +61,7 @@ class JobFolder(ABC):
         return sorted(self.root.glob(f"rank-*{self.ending}"))
 
     def begin(self, identity: Mapping[str, Any]) -> None:
-        """Begin the job, or resume an unfinished one; inside :meth:`locked`.
+        """Begin the job, or resume an unfinished one; inside :meth:`lock`.
 
         Args:
             identity: all that decides what is computed.
@@ -102,7 +102,7 @@ class JobFolder(ABC):
             raise BadInputError(f"--output={self.output}: exists already; move it, or give another name")
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Create the folder and hold its lock; a folder without records is removed at the end.
 
         Raises:
@@ -146,16 +146,16 @@ class LineFolder(JobFolder):
         self._rows: dict[int, bytes] = {}
 
     def numbers(self) -> Collection[int]:
-        return self.answered().keys()
+        return self.answers().keys()
 
     def count(self) -> int:
-        return len(self.answered())
+        return len(self.answers())
 
     def whole_bytes(self, part: BinaryIO) -> int:
         part.seek(0)
         return part.read().rfind(b"\n") + 1
 
-    def answered(self) -> dict[int, bytes]:
+    def answers(self) -> dict[int, bytes]:
         """The rows that are written so far, by line of the prompts; reads what was added since the last call."""
         for part in self.parts():
             with part.open("rb") as file:

@@ -39,7 +39,7 @@ def score_rows(settings: ScoreSettings, run: LoadedRun, share: Share) -> None:
     batches = _batches_of(read_scored_rows(settings.input))
     seconds = compute_batches(folder, share, batches, settings.rows, compute, "row")
     if share.is_first:
-        scored, lines, documents = folder.answered(), dict[int, bytes](), 0
+        scored, lines, documents = folder.answers(), dict[int, bytes](), 0
         for row in read_scored_rows(settings.input):
             columns = {**row.columns, SCORES: json.loads(scored[row.line])[SCORES]}
             lines[row.line] = json.dumps(columns, ensure_ascii=False).encode() + b"\n"

@@ -41,7 +41,7 @@ class GgufLayout:
     """By the weight's name, without those that are tied to another; the names of the file's tensors."""
     tied: Mapping[str, str]
 
-    def stored(self, name: str, read: ReadTensor) -> dict[str, torch.Tensor]:
+    def file_tensors(self, name: str, read: ReadTensor) -> dict[str, torch.Tensor]:
         """The file's tensors of a weight, in fp32."""
         place, names = self.places[name]
         return dict(zip(names, to_file(place, read(name, torch.float32), self.model.config), strict=True))
@@ -113,7 +113,7 @@ def rounded_reader(layout: GgufLayout, read: ReadTensor, dtype: GgufDtype) -> Re
         if name not in layout.places:
             return read(name, kind)
         place, rounded = layout.places[name][0], []
-        stored = layout.stored(name, read)
+        stored = layout.file_tensors(name, read)
         again = from_file(place, list(stored.values()), layout.model.config)
         if not torch.allclose(again, read(name, torch.float32), rtol=0, atol=1e-6):
             raise MgpuError(f"--format=gguf: the layout of {name} is not the inverse of its reader's; report this")
@@ -165,7 +165,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name in layout.places:
-        tensors = layout.stored(name, read)
+        tensors = layout.file_tensors(name, read)
         for stored_name in list(tensors):
             tensor = tensors.pop(stored_name)
             writer.write_tensor_data(_quantise(stored_name, tensor, kind_of(stored_name, tuple(tensor.shape), dtype)))

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.config.group_keys import PeftConfig
-from mgpu_pipe.system.compat.transformers_private import gated
+from mgpu_pipe.system.compat.transformers_private import apply_gate
 
 A, B = "lora_A", "lora_B"
 """Parameters of shapes (rank, inputs) and (outputs, rank), even if the weight is stored transposed."""
@@ -180,7 +180,7 @@ class GroupedExperts(nn.Module):
         ends = torch.bincount(experts, minlength=number).cumsum(0)
         rows = hidden[order // top_k_index.shape[1]]
         inner = self._through(WEIGHTS[0] if module.has_gate else WEIGHTS[1], rows, experts, ends)
-        inner = gated(module, inner) if module.has_gate else module.act_fn(inner)
+        inner = apply_gate(module, inner) if module.has_gate else module.act_fn(inner)
         outputs = self._through(WEIGHTS[2], inner, experts, ends)
         weighted = outputs * top_k_weights.reshape(-1)[order].unsqueeze(1)
         result = torch.empty_like(weighted).index_copy(0, order, weighted)

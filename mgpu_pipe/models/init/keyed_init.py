@@ -198,12 +198,12 @@ def _recorded_init_functions(recorder: Recorder) -> Iterator[None]:
     from transformers import initialization
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(tensor: torch.Tensor, *args: Any, generator: object = None, **kwargs: Any) -> torch.Tensor:
+        def record(tensor: torch.Tensor, *args: Any, generator: object = None, **kwargs: Any) -> torch.Tensor:
             bound = dict(zip(_argument_names(function), args, strict=False)) | kwargs
             recorder.record_overwrite(function, tensor, bound)
             return tensor
 
-        return recorded
+        return record
 
     table = initialization.TORCH_INIT_FUNCTIONS
     originals = {name: getattr(nn.init, name) for name in EARLY_OUT_ON_META}

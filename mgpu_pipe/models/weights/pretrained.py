@@ -114,7 +114,7 @@ def stored_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent}
 
 
-def recorded(buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def buffer_entry(buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Entry of ``state.json`` for ``buffers``; empty without any."""
     values = {name: buffer.tolist() for name, buffer in buffers.items() if bool(buffer.isfinite().all())}
     return {RECORDED: values} if values else {}

@@ -172,7 +172,7 @@ def read_folder(
         files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
         readers = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
         twin = build_meta(source, class_of([architecture]))
-        add_adapters(twin, peft.unquantised())
+        add_adapters(twin, peft.without_quantisation())
         norms: dict[str, torch.Tensor] = {}
         stored_shapes = unquantised_shapes(twin, shapes)
 

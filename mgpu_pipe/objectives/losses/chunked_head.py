@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from mgpu_pipe.architectures.formulas.kept_memory import chunk_rows
 from mgpu_pipe.models.kernels.layers import gpu_kernels_compile
 from mgpu_pipe.parallel.tensor.heads import VocabularyShard
-from mgpu_pipe.system.compat.torch_private import compiled
+from mgpu_pipe.system.compat.torch_private import compile_function
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
 
@@ -221,4 +221,4 @@ def _fused_gradient_(
 
 @functools.cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    return compiled(function)
+    return compile_function(function)

@@ -118,7 +118,7 @@ class RouterLoss:
             total = total + _balance_losses(part.view(valid.shape[0], -1)).sum()
         return total / self._num_routers
 
-    def added(self, loss_sum: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def add_to(self, loss_sum: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """``loss_sum`` with an added gradient of the balance loss and an unchanged value.
 
         The strategy seeds the backward pass with ``scale / loss_denominator``. The factor applied here makes the
@@ -129,7 +129,7 @@ class RouterLoss:
         auxiliary = self._seed * self.sequence_sum(labels)
         return loss_sum + (auxiliary - auxiliary.detach()).to(loss_sum.dtype)
 
-    def attached(self, output: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
+    def attach_to(self, output: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
         """``output`` whose backward pass also seeds the balance loss times the loss ``scale``, for a stage without a
         loss."""
         result: torch.Tensor = _Attached.apply(output, self.sequence_sum(labels), scale * self._per_sequence)

@@ -63,7 +63,7 @@ def split_micro_batch(
     """
     length = padded_length(spec.length(micro_batch), size, method)
     ranges = chunk_ranges(length, size, rank, method)
-    part = spec.padded(micro_batch, length)
+    part = spec.pad(micro_batch, length)
     for name, value in part.items():
         dim = spec.fields[name].sequence_dim
         if dim is not None:

@@ -163,7 +163,7 @@ class Pipeline:
         self._find_sharded()
         count = len(micro_batches)
         schedule, self.stages = self._schedule(count, self._boundary_shape(micro_batches[0]))
-        merged = self._objective.batch_spec.joined(micro_batches)
+        merged = self._objective.batch_spec.join(micro_batches)
         # torch wants a target to compute a loss with; the micro-batch has its own.
         schedule.step(**merged, target=torch.empty(count), return_outputs=False)  # type: ignore[attr-defined]
         return self._loss_sum

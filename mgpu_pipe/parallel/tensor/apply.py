@@ -129,7 +129,7 @@ class _TensorParallel:
         key_value_heads = None
         for child, layer in layers.items():
             if styles[child] == "row":
-                ranges = cut.even(f"{name}.{child}", inputs(layer))
+                ranges = cut.ranges(f"{name}.{child}", inputs(layer))
                 cut.cut_linear(layer, 1 - output_dim(layer), ranges, bias=False)
             elif child in KEY_VALUE and head_dim(module):
                 key_value_heads = cut_key_values(cut, f"{name}.{child}", module, layer)
@@ -137,10 +137,10 @@ class _TensorParallel:
                 cut_fused(cut, f"{name}.{child}", module, layer, styles[child])
             else:
                 parts = _parts(module, child, styles[child])
-                cut.cut_linear(layer, output_dim(layer), cut.even(f"{name}.{child}", outputs(layer), parts))
+                cut.cut_linear(layer, output_dim(layer), cut.ranges(f"{name}.{child}", outputs(layer), parts))
         for attribute in bare:
             length = len(getattr(module, attribute))
-            cut.parameters.cut(module, attribute, 0, cut.even(f"{name}.{attribute}", length))
+            cut.parameters.cut(module, attribute, 0, cut.ranges(f"{name}.{attribute}", length))
         for child in inside:
             cut_inside(cut, f"{name}.{child}", getattr(module, child), head_dim(module))
         for argument in {key.rpartition(".")[2] for key, style in cut.plan.items() if style == "per_head"}:

@@ -162,7 +162,7 @@ class TensorCut:
     def refusal(self, fix: str, reason: str) -> ConfigError:
         return ConfigError("strategy.tp", self.size, fix, reason)
 
-    def even(self, name: str, length: int, parts: int = 1) -> list[tuple[int, int]]:
+    def ranges(self, name: str, length: int, parts: int = 1) -> list[tuple[int, int]]:
         """This rank's range of each of ``parts`` equal parts of ``length``."""
         width = length // parts
         if width % self.size:

@@ -29,7 +29,7 @@ def cut_key_values(cut: TensorCut, name: str, attention: nn.Module, layer: nn.Mo
     width = head_dim(attention)
     heads = outputs(layer) // width
     if heads % cut.size == 0:
-        cut.cut_linear(layer, output_dim(layer), cut.even(name, outputs(layer)))
+        cut.cut_linear(layer, output_dim(layer), cut.ranges(name, outputs(layer)))
         return heads, heads // cut.size
     if cut.size % heads:
         fits = [n for n in range(1, cut.size + 1) if n % heads == 0 or heads % n == 0]
@@ -53,14 +53,14 @@ def cut_fused(cut: TensorCut, name: str, attention: nn.Module, layer: nn.Module,
     count = next((count for count in KEY_VALUE_COUNTS if count in attention.__dict__), "num_heads")
     config: Any = getattr(attention, "config", None)
     heads = int(getattr(attention, count, 0) or config.num_attention_heads)
-    head_ranges = cut.even(name, heads)
+    head_ranges = cut.ranges(name, heads)
     if style == "grouped":
         each = outputs(layer) // heads
         ranges = [(start * each, stop * each) for start, stop in head_ranges]
     else:
         queries = outputs(layer) - 2 * heads * width
         parts = [(0, queries), (queries, heads * width), (queries + heads * width, heads * width)]
-        ranges = [(offset + start, offset + stop) for offset, length in parts for start, stop in cut.even(name, length)]
+        ranges = [(base + start, base + stop) for base, length in parts for start, stop in cut.ranges(name, length)]
         # The module reads the number of its query heads from its configuration.
         attention.config = _LocalHeads(config, queries // width // cut.size)  # type: ignore[assignment]
     cut.cut_linear(layer, output_dim(layer), ranges)
@@ -93,7 +93,7 @@ def cut_inside(cut: TensorCut, name: str, module: nn.Module, width: int) -> None
             if heads % cut.size and cut.size % heads == 0:
                 _cut_shared_norm(cut, module, attribute, heads)
             else:
-                cut.parameters.cut(module, attribute, 0, cut.even(name, heads))
+                cut.parameters.cut(module, attribute, 0, cut.ranges(name, heads))
         elif parameter.numel() in (1, width):
             cut.sum_gradient(parameter)
         else:

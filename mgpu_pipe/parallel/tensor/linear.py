@@ -275,7 +275,7 @@ def _cut_expert_weights(cut: TensorCut, name: str, experts: nn.Module) -> dict[s
         adapter = adapted.get(attribute, {})
         if style == "row":
             dim = parameter.dim() - (2 if transposed and not packed else 1)
-            ranges = cut.even(name, inputs[attribute])
+            ranges = cut.ranges(name, inputs[attribute])
             if adapter:
                 cut.parameters.cut(experts, adapter[A], 2, ranges)
                 cut.sum_gradient(getattr(experts, adapter[B]))
@@ -291,7 +291,7 @@ def _cut_expert_weights(cut: TensorCut, name: str, experts: nn.Module) -> dict[s
             # stand one after the other, unless their columns alternate.
             fused = style == "packed" or parameter.shape[dim] == 2 * width
             fused = fused and bool(getattr(experts, "is_concatenated", True))
-            ranges = cut.even(name, parameter.shape[dim], 2 if fused else 1)
+            ranges = cut.ranges(name, parameter.shape[dim], 2 if fused else 1)
             if isinstance(experts, Nf4Experts) and packed:
                 experts.keep_part(attribute, True, ranges)
             cut.parameters.cut(experts, attribute, dim, ranges)

@@ -47,7 +47,7 @@ def follow_defaults(check: Callable[[list[str]], None]) -> None:
     follow: Any = defaults_list._create_defaults_tree_impl
 
     @functools.wraps(follow)
-    def checked(repo: Any, root: Any, *args: Any, **options: Any) -> Any:
+    def follow_checked(repo: Any, root: Any, *args: Any, **options: Any) -> Any:
         chain, tree_node = [], root
         while tree_node is not None:
             if not tree_node.node.is_virtual() and tree_node.node.get_name() is not None:
@@ -57,7 +57,7 @@ def follow_defaults(check: Callable[[list[str]], None]) -> None:
             check(chain[::-1])
         return follow(repo, root, *args, **options)
 
-    defaults_list._create_defaults_tree_impl = checked
+    defaults_list._create_defaults_tree_impl = follow_checked
 
 
 def file_name(source: Any, config_path: str) -> str:

@@ -181,7 +181,7 @@ def _fsdp_state(unit: Any) -> Any:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled(function: Function) -> Function:
+def compile_function(function: Function) -> Function:
     """``torch.compile(function)``, with every cache in ``TORCHINDUCTOR_CACHE_DIR``.
 
     Inductor otherwise keeps headers and some caches in its default folder in ``/tmp``, which others can create first.

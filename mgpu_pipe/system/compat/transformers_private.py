@@ -76,7 +76,7 @@ def set_conversions(model: Any, changes: list[Any]) -> None:
     model._weight_conversions = changes or None
 
 
-def gated(experts: Any, inner: Any) -> Any:
+def apply_gate(experts: Any, inner: Any) -> Any:
     """Gated activation of packed experts, from both halves of their first product."""
     return experts._apply_gate(inner)
 

@@ -134,7 +134,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return self._state
 
     @property
-    def frozen(self) -> FrozenWeights:
+    def frozen_weights(self) -> FrozenWeights:
         assert self._frozen is not None, "the engine exists once training is set up"
         return self._frozen
 
@@ -207,7 +207,7 @@ class DeepSpeedStrategy(EngineStrategy):
             for f in self.state.fragments:
                 f.view_in(self.state.values(f.group)[0]).copy_(values_of(self._initial, f.name, f.start, f.numel))
             self.state.weights_written()
-        self.frozen.keep(self._initial)
+        self.frozen_weights.keep(self._initial)
         self._initial = {}
 
     def _mark(self, name: str) -> Callable[[torch.Tensor], None]:
@@ -294,7 +294,7 @@ class DeepSpeedStrategy(EngineStrategy):
         if not self.step_counts:
             skip_update(self.state.zero, self.engine.step)
             return result
-        with self.average.updated(self.state.optimizer, self.state.masters()):
+        with self.average.follow(self.state.optimizer, self.state.masters()):
             if self._skips:
                 skip_update(self.state.zero, self.engine.step)
             else:
@@ -343,7 +343,7 @@ class DeepSpeedStrategy(EngineStrategy):
     # -- state --------------------------------------------------------------------------------------------------
 
     def model_shards(self) -> list[LocalShard]:
-        return [*self.state.master_shards(), *self.frozen.shards()]
+        return [*self.state.master_shards(), *self.frozen_weights.shards()]
 
     def optimizer_shards(self) -> list[LocalShard]:
         return self.state.optimizer_shards()
@@ -357,7 +357,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def shards_written(self) -> None:
         restore_numbers(self.state.optimizer)
         self.state.weights_written()
-        self.frozen.update_weights()
+        self.frozen_weights.update_weights()
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes this rank keeps on its device of weights, gradients and optimizer state, and of activations.
@@ -367,7 +367,7 @@ class DeepSpeedStrategy(EngineStrategy):
         """
         kind = self._device.type
         return {
-            "weights": storage_bytes([*self.state.held_weights(), *self.frozen.resident_tensors()], kind),
+            "weights": storage_bytes([*self.state.held_weights(), *self.frozen_weights.resident_tensors()], kind),
             "optimizer": storage_bytes(self.state.held_state(), kind),
             **self._memory,
         }

@@ -273,14 +273,14 @@ def without_others() -> Iterator[None]:
     them between known shapes. No rank asks the others by the clock whether to stop."""
     receive: Any = dist.ProcessGroup.recv
 
-    def received(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
+    def receive_constants(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
         with torch.no_grad():  # torch before 2.12 receives into leaves that need gradients
             for tensor in tensors:
                 tensor.fill_(0 if tensor.is_floating_point() else 1)
         return receive(group, tensors, *args)
 
     never = mock.patch.object(MicroBatchStop, "should_leave", return_value=False)
-    with mock.patch.object(dist.ProcessGroup, "recv", received), never:
+    with mock.patch.object(dist.ProcessGroup, "recv", receive_constants), never:
         yield
 
 

@@ -94,14 +94,14 @@ class PhaseWatch(AllocationWatch):
     def __enter__(self) -> Any:
         resize: Any = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_and_remember(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             known = self._alive.get(storage_key(storage))
             if known is not None and known[1] != OLDER:
                 self._remember(storage, storage.nbytes())
             return result
 
-        self._patch: Any = mock.patch.object(torch.UntypedStorage, "resize_", resized, create=True)
+        self._patch: Any = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_remember, create=True)
         self._patch.__enter__()
         return super().__enter__()
 

@@ -37,7 +37,7 @@ def row(arguments: object, wrapped: bool = True, content: str | None = None) -> 
 
 
 def rendered(template: ChatTemplate, arguments: object, wrapped: bool = True) -> tuple[str, list[str]]:
-    text, spans = template.conversation(row(arguments, wrapped), "f:1", "messages")
+    text, spans, *_ = template.conversation(row(arguments, wrapped), "f:1", "messages")
     return text, [text[start:end] for start, end in spans]
 
 
@@ -98,7 +98,7 @@ def test_a_conversation_with_tools_gets_the_folders_template_for_tools(tmp_path:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     for arguments in (ARGUMENTS, WRITTEN):
         line = json.dumps({**json.loads(row(arguments)), "tools": [tool]})
-        text, spans = template.conversation(line, "f:1", "messages")
+        text, spans, *_ = template.conversation(line, "f:1", "messages")
         assert text.startswith(json.dumps([tool]) + "\n<user>")
         assert next(text[start:end] for start, end in spans) == f'{{"name": "weather", "arguments": {WRITTEN}}}<end>'
     ends = ChatTemplate(plain, {"eos_token": "<end>"}, ("<end>",))

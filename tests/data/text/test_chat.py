@@ -74,7 +74,7 @@ REFUSES_SYSTEM_ALONE = (
 
 def _said(source: str, talk: list[dict[str, str]], **options: object) -> list[str]:
     template = ChatTemplate(source, {"eos_token": "</s>"}, ("<|im_end|>",))
-    text, spans = template.conversation(json.dumps({"messages": talk, **options}), "f:1", "messages")
+    text, spans, *_ = template.conversation(json.dumps({"messages": talk, **options}), "f:1", "messages")
     assert text == template.render(talk)
     return [text[start:end] for start, end in spans]
 
@@ -124,7 +124,7 @@ def test_contents_that_the_template_trims_or_cuts_are_found() -> None:
 
 def test_a_template_may_mark_what_is_generated_itself() -> None:
     template = ChatTemplate(GENERATION)
-    text, spans = template.conversation(json.dumps({"messages": TALK}), "f:1", "messages")
+    text, spans, *_ = template.conversation(json.dumps({"messages": TALK}), "f:1", "messages")
     assert text == "[system]Be brief.[user]Hello?[assistant]Hi.#[user]Hi. Who?[assistant]" + TALK[4]["content"] + "#"
     assert [text[start:end] for start, end in spans] == ["Hi.#", TALK[4]["content"] + "#"]
 

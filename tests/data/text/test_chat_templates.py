@@ -100,7 +100,7 @@ def template_of(name: str) -> ChatTemplate:
 def test_a_named_template_writes_what_its_models_read(name: str, tmp_path: Path) -> None:
     text, said, end = WRITTEN[name]
     template = template_of(name)
-    rendered, spans = template.conversation(json.dumps({"messages": TALK}), "f:1", "messages")
+    rendered, spans, *_ = template.conversation(json.dumps({"messages": TALK}), "f:1", "messages")
     assert rendered == text and [text[a:b] for a, b in spans] == said and template.turn_end() == end
     assert all(token in source_of(name) for token in SPECIAL[name])
     prompt = template.prompt(ASKED)
@@ -125,7 +125,7 @@ def test_calls_of_tools_are_what_is_said_or_refused(name: str) -> None:
         with pytest.raises(DataError, match=f"f:1: .*{name} writes no tools; use qwen3 or llama3"):
             template_of(name).conversation(row, "f:1", "messages")
         return
-    text, spans = template_of(name).conversation(row, "f:1", "messages")
+    text, spans, *_ = template_of(name).conversation(row, "f:1", "messages")
     said = [text[a:b] for a, b in spans]
     assert said[0] == calls[name] and "It is 3." in said[1] and json.dumps(TOOLS[0]["type"]) in text
 
@@ -210,7 +210,7 @@ def test_a_message_may_be_left_out_of_the_loss() -> None:
     for word in ({"train": False, "weight": None}, {"weight": 0, "train": None}):
         null = dict.fromkeys(word)
         talk = [*TALK[:2], {**TALK[2], **word}, *({**message, **null} for message in TALK[3:])]
-        text, spans = template_of("chatml").conversation(json.dumps({"messages": talk}), "f:1", "messages")
+        text, spans, *_ = template_of("chatml").conversation(json.dumps({"messages": talk}), "f:1", "messages")
         assert text == WRITTEN["chatml"][0] and [text[a:b] for a, b in spans] == WRITTEN["chatml"][1][1:]
 
 

@@ -179,7 +179,7 @@ def test_wrong_kinds_are_refused_in_one_line(row: dict[str, Any], told: str) -> 
 def test_each_mark_leaves_an_answer_out_of_the_loss(mark: str) -> None:
     row = {"messages": [ASKED, {**SAID, mark: False}, ASKED, {**SAID, mark: 1}]}
     template = template_of("chatml")
-    text, spans = template.conversation(json.dumps(row), "x:1", "messages")
+    text, spans, *_ = template.conversation(json.dumps(row), "x:1", "messages")
     assert [text[begin:end] for begin, end in spans] == ["b<|im_end|>"] and spans[0][0] > text.index("b<|im_end|>")
     assert not template.odd
 
@@ -410,7 +410,7 @@ def test_the_columns_of_a_missing_prompt_are_named_once() -> None:
 def test_a_text_that_no_conversation_holds_is_noted(row: dict[str, Any], unread: str) -> None:
     template = template_of("qwen3")
     template.preference(json.dumps({**row, "chosen": "b", "rejected": "c!"}), "x:1", "messages")
-    template.unpaired(json.dumps({**row, "completion": "b", "label": True}), "x:1", "messages")
+    template.with_label(json.dumps({**row, "completion": "b", "label": True}), "x:1", "messages")
     assert sorted(template.notes.unused) == [unread] * bool(unread)
 
 

@@ -39,7 +39,7 @@ def tried(file: Path) -> int:
     for name, messages in SHAPES.items():
         where = f"{file.name}, {name}"
         try:
-            rendered = template.rendered(json.dumps({"messages": messages}), "x:1", "messages")
+            rendered = template.conversation(json.dumps({"messages": messages}), "x:1", "messages")
             prompt = template.prompt(messages[:-1]) if name == "usual" else ""
         except BadInputError:  # many refuse a system message, or an assistant who begins
             continue
@@ -66,5 +66,5 @@ def test_published_templates_train_the_answer_and_its_end_alone() -> None:
 def test_the_default_system_prompt_of_qwen_is_not_trained(shape: str) -> None:
     source = (need_chat_templates() / "qwen2_5.jinja").read_text(encoding="utf-8")
     template = ChatTemplate(source, {"eos_token": "<|im_end|>"}, ["<|im_start|>", "<|im_end|>"])
-    text, spans = template.conversation(json.dumps({"messages": SHAPES[shape]}), "x:1", "messages")
+    text, spans, *_ = template.conversation(json.dumps({"messages": SHAPES[shape]}), "x:1", "messages")
     assert "You are Qwen" in text and [text[begin:end] for begin, end in spans] == [f"{ANSWER}<|im_end|>"]
