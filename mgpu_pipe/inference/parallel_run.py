@@ -19,7 +19,7 @@ from mgpu_pipe.models.weights.pretrained import restore_buffers
 from mgpu_pipe.models.weights.slices import fill_from_folder
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.initial_weights import restore_weights
+from mgpu_pipe.training.save_and_resume import restore_weights
 from mgpu_pipe.training.strategy import EngineStrategy
 from mgpu_pipe.training.trainer import strategy_class
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,11 +38,10 @@ from mgpu_pipe.models.weights.folder import whole_folder
 from mgpu_pipe.models.weights.pretrained import RECORDED, buffer_entry, load_pretrained, restore_buffers
 from mgpu_pipe.models.weights.slices import FolderWeights, folder_buffers
 from mgpu_pipe.objectives.first_weights import MEASURED
-from mgpu_pipe.optim.moving_average import EMA
 from mgpu_pipe.parallel.rank_exchange import exchange_json, rank_and_size
 from mgpu_pipe.system.local_files import exists, expand_home
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.save_and_resume import HoldsState
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +51,7 @@ INITIALISATION = 1
 
 
 class MeasuredWeights:
-    """The weights that this attempt's kept numbers follow from.
+    """The weights that an objective measures once for the run, such as those of a reference model.
 
     Args:
         first: the checkpoint that the run's first weights come from, where it is open already.
@@ -104,11 +102,11 @@ class MeasuredWeights:
             self._first = weights_reader(config.checkpoint)
         root = self._first.manifest.root if self._first is not None else None
         parts = (config.seed, config.model, config.peft, config.checkpoint, config.data.cache_dir)
-        digest = _first_weights(*parts, root) if rank_and_size(None)[0] == 0 else None
+        digest = _digest_of_start(*parts, root) if rank_and_size(None)[0] == 0 else None
         return str(exchange_json(digest, None)[0])
 
 
-def _first_weights(
+def _digest_of_start(
     seed: int,
     model: ModelConfig,
     peft: PeftConfig,
@@ -146,21 +144,23 @@ def reads_slices(peft: PeftConfig, strategy: StrategyConfig, dims: ParallelDims)
 
 def build_model(
     config: RunConfig, device: torch.device, sharded: bool
-) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
+) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], object] | None]:
     """The model without a key-value cache, and a function that fills it; ``sharded``: see :func:`reads_slices`."""
     source = config.model
     if starts_from_folder(config.checkpoint):
         classes = {name: config.model.config[name] for name in LABELS if name in config.model.config}
         source = replace(config.model, type=None, path=config.checkpoint.init_from, config=classes)
-    fill: Callable[[PreTrainedModel, torch.device], None] | None = None
+    fill: Callable[[PreTrainedModel, torch.device], object] | None = None
     if source.path is not None and not sharded:
         model_class = description(config.objective.name).model_class
         model = load_pretrained(source, device, config.model, model_class, config.seed)
         _add_first_adapters(model, config.peft, config.seed)
     else:
         model = run_model(config)
-        of_folder = source.path is not None
-        fill = FolderWeights(source, config.seed, config.peft) if of_folder else partial(_draw_weights, config.seed)
+        if source.path is not None:
+            fill = FolderWeights(source, config.seed, config.peft)
+        else:
+            fill = lambda empty, device: materialise(empty, config.seed, device)  # noqa: E731
     model.config.use_cache = False
     fix_rotary_length(model, config.data.seq_len)
     long_rows = device.type == "cuda" or config.data.seq_len >= LONG_ROW
@@ -180,10 +180,6 @@ def _add_first_adapters(model: PreTrainedModel, peft: PeftConfig, seed: int) -> 
     for name, value in first_adapters(peft, model):
         layer = magnitude_layer(name)
         trained[name].data.copy_(value if layer is None else value - lengths(model, layer))
-
-
-def _draw_weights(seed: int, model: PreTrainedModel, device: torch.device) -> None:
-    materialise(model, seed, device)
 
 
 def buffers_of_start(
@@ -297,21 +293,3 @@ class StartWeights:
 def _fill(reader: CheckpointReader, strategy: Any, model: torch.nn.Module) -> None:
     restore_weights(reader, strategy)
     restore_buffers(model, reader.state, reader.folder)
-
-
-def restore_weights(reader: CheckpointReader, strategy: HoldsState) -> None:
-    """Fill this rank's weights from a checkpoint, whichever strategy wrote it."""
-    reader.read(strategy.model_shards(), "model")
-    strategy.shards_written()
-
-
-def restore_optimizer(reader: CheckpointReader, strategy: Any) -> None:
-    """Fill this rank's optimizer state from a checkpoint, whichever strategy wrote it."""
-    left = () if strategy.average.decay is not None else (f"/{EMA}",)  # what this run does not keep
-    names = [name for name in reader.names("optimizer") if not name.endswith(left)]
-    stored = {name: (reader.shape(name), reader.dtype(name)) for name in names}
-    weights = {name: reader.dtype(name) for name in reader.names("model")}
-    strategy.create_optimizer_state(stored, weights)
-    strategy.restore_entries(reader.state)
-    reader.read(strategy.optimizer_shards(), "optimizer")
-    strategy.shards_written()

@@ -31,8 +31,7 @@ from mgpu_pipe.parallel.pipeline.stages import can_cache_stages
 from mgpu_pipe.parallel.random_streams import step_seed
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.parallel_model import ParallelModel
-from mgpu_pipe.training.step import NonFiniteStep
-from mgpu_pipe.training.step_gradients import StepVotes
+from mgpu_pipe.training.step import NonFiniteStep, StepVotes
 from mgpu_pipe.training.strategy import EngineOptions, EngineStrategy, SamplingForward
 
 

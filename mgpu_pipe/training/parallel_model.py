@@ -17,7 +17,8 @@ from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch
 from mgpu_pipe.parallel.pipeline.stages import tied_parameter
 from mgpu_pipe.parallel.tensor.collectives import reduce_replicated_gradients
 from mgpu_pipe.topology import Meshes, ParallelDims
-from mgpu_pipe.training.step_gradients import StepGradients, StepVotes, counted_once
+from mgpu_pipe.training.step import StepVotes
+from mgpu_pipe.training.step_gradients import StepGradients, counted_once
 
 
 class ParallelModel:

@@ -24,8 +24,8 @@ from mgpu_pipe.system.compat.lightning_private import evaluate_after_this_step, 
 from mgpu_pipe.training.initial_weights import StartWeights
 from mgpu_pipe.training.loggers import log_metrics, log_samples
 from mgpu_pipe.training.progress import Progress
+from mgpu_pipe.training.run_clock import StepClock
 from mgpu_pipe.training.save_and_resume import Checkpointer
-from mgpu_pipe.training.step import StepTimes
 
 GIB = 1 << 30
 TOKENS = "tokens/"
@@ -99,7 +99,7 @@ class StepRecorder(pl.Callback):
         """Tokens of each source of a mixture since the run's first step, by metric."""
         self._open: dict[str, Any] | None = None
         self._evaluating = ExitStack()
-        self._times = StepTimes()
+        self._clock = StepClock()
         self._cpu_seconds = 0.0
         """Processor time of this process in the latest step."""
         self.step = start_step
@@ -118,18 +118,18 @@ class StepRecorder(pl.Callback):
         if self._progress is not None:
             self._progress.start(self._start_step)
         self._begins()
-        self._times.start_step()
+        self._clock.start_step()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: StepBatch, batch_idx: int
     ) -> None:
-        self._times.receive_batch()
+        self._clock.receive_batch()
         evaluate_after_this_step(trainer, self._evaluation_due(batch.step + 1))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
-        seconds, cpu_seconds = self._times.end_step()
+        seconds, cpu_seconds = self._clock.end_step()
         result: StepResult = outputs["result"]
         if result.stop:
             self.stopped = True
@@ -140,7 +140,7 @@ class StepRecorder(pl.Callback):
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):  # fp16 skips a step that is not
             self._checkpointer.step_was_finite(self.step)
         if self.step > self._start_step + WARM_UP_STEPS:
-            self._times.count(batch, seconds, cpu_seconds)
+            self._clock.count(batch, seconds, cpu_seconds)
         self._open = {
             "step": self.step,
             **({} if batch.loss_denominator == 0 else {"train/loss": result.loss}),
@@ -183,15 +183,15 @@ class StepRecorder(pl.Callback):
             self._progress.close()
 
     def throughput(self) -> dict[str, float]:
-        """See :meth:`StepTimes.throughput`; with the model FLOPs utilisation where the device's peak is known."""
-        rates = self._times.throughput()
+        """See :meth:`StepClock.throughput`; with the model FLOPs utilisation where the device's peak is known."""
+        rates = self._clock.throughput()
         if rates and self._mfu is not None:
             rates["throughput/mfu"] = self._mfu(rates["throughput/tokens_per_s"])
         return rates
 
     def times(self) -> dict[str, float]:
-        """See :meth:`StepTimes.times`."""
-        return self._times.times()
+        """See :meth:`StepClock.times`."""
+        return self._clock.times()
 
     def _count_sources(self, batch: StepBatch) -> dict[str, int]:
         """Tokens of each source of a mixture so far, including this step."""
@@ -231,7 +231,7 @@ class StepRecorder(pl.Callback):
             self._checkpointer.reserve(trainer.strategy, self.step)  # type: ignore[arg-type]
         if self._sample is not None and not self.stopped:
             log_samples(trainer.loggers, self.step, self._sample(self.step))
-        self._times.start_step()  # evaluation, saving and sampling are not the step's time
+        self._clock.start_step()  # evaluation, saving and sampling are not the step's time
 
     def _log(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
         """Write the row to this rank's files and loggers, with what only logged steps measure. A collective call."""
@@ -240,7 +240,7 @@ class StepRecorder(pl.Callback):
             return
         peak = row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
         if self._own_writer is not None:
-            times = {"data_s": self._times.waited, "cpu_s": self._cpu_seconds}
+            times = {"data_s": self._clock.waited, "cpu_s": self._cpu_seconds}
             self._own_writer.append({"step": self.step, **times, "peak_gib": peak})
         if self._mfu is not None:
             row["throughput/mfu"] = self._mfu(row["throughput/tokens_per_s"])

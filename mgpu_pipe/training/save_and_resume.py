@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints, writes its state file, and restores its state."""
+"""Saves a run's checkpoints with their state, and restores weights and optimizer from one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.background import BackgroundSaver
 from mgpu_pipe.checkpoint.left_out import LeftOut
+from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import NotFinite, Plan, Planner, write
 from mgpu_pipe.checkpoint.selection import best, list_steps, mark_ruined, newest_valid, prune, ruined_steps
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
@@ -26,6 +27,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
+from mgpu_pipe.optim.moving_average import EMA
 from mgpu_pipe.system.local_files import fix_of_writing
 from mgpu_pipe.training.run_clock import RunClock
 
@@ -327,6 +329,24 @@ class Checkpointer:
                 metrics = json.loads((info.path / "state.json").read_text()).get("metrics", {})
                 values[info.step] = metrics.get(self._config.best_metric)
         return best(values, self._config.keep_best, self._highest)
+
+
+def restore_weights(reader: CheckpointReader, strategy: HoldsState) -> None:
+    """Fill this rank's weights from a checkpoint, whichever strategy wrote it."""
+    reader.read(strategy.model_shards(), "model")
+    strategy.shards_written()
+
+
+def restore_optimizer(reader: CheckpointReader, strategy: Any) -> None:
+    """Fill this rank's optimizer state from a checkpoint, whichever strategy wrote it."""
+    left = () if strategy.average.decay is not None else (f"/{EMA}",)  # what this run does not keep
+    names = [name for name in reader.names("optimizer") if not name.endswith(left)]
+    stored = {name: (reader.shape(name), reader.dtype(name)) for name in names}
+    weights = {name: reader.dtype(name) for name in reader.names("model")}
+    strategy.create_optimizer_state(stored, weights)
+    strategy.restore_entries(reader.state)
+    reader.read(strategy.optimizer_shards(), "optimizer")
+    strategy.shards_written()
 
 
 def _warn(text: str) -> None:

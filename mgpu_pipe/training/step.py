@@ -4,18 +4,18 @@ The update follows in the engine's ``optimizer_step``, after Lightning's hooks."
 
 from __future__ import annotations
 
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.optim.gradients import SpikeGuard
-from mgpu_pipe.training.step_gradients import MicroBatchStop, StepVotes
 
 
 class NonFiniteStep(Exception):
@@ -117,69 +117,77 @@ def check_finite(loss: float, gradient_norm: float, step_batch: StepBatch) -> No
             raise NonFiniteStep(what, step_batch)
 
 
-class StepTimes:
-    """Clock of a rank's steps, which keeps the times of steps that count.
+VOTE_EVERY_S = 0.5
+"""Seconds between two votes on a stop inside a step."""
+
+
+@dataclass(frozen=True)
+class StepVotes:
+    """Votes at a step's end: those of one rank, or their sums over all ranks.
 
     Attributes:
-        waited: seconds that the latest step waited for its batch.
+        stop: ranks that were asked to stop.
+        seconds: time that the step took.
+        save: ranks that find a save due.
     """
 
-    def __init__(self) -> None:
-        self.waited = 0.0
-        self._mark = self._cpu_mark = 0.0
-        self._seconds: list[float] = []
-        self._data_seconds: list[float] = []
-        self._cpu_seconds: list[float] = []
-        self._work: list[tuple[int, int, int]] = []
-        """Tokens, samples and padding of each step."""
+    stop: float
+    seconds: float
+    save: float
 
-    def start_step(self) -> None:
-        """Begin the time of a step."""
-        self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
+    @classmethod
+    def from_sums(cls, sums: Sequence[float]) -> StepVotes:
+        """The votes of all ranks from the all-reduced :meth:`as_list`."""
+        return cls(*sums)
 
-    def receive_batch(self) -> None:
-        """End the wait for the step's batch."""
-        self.waited = time.perf_counter() - self._mark
-
-    def end_step(self) -> tuple[float, float]:
-        """End the step and begin the next; returns its seconds on the wall clock and of this process."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        seconds, self._mark, self._cpu_mark = (wall - self._mark, cpu - self._cpu_mark), wall, cpu
-        return seconds
-
-    def count(self, batch: StepBatch, seconds: float, cpu_seconds: float) -> None:
-        """Count a step in :meth:`throughput` and :meth:`times`."""
-        self._seconds.append(seconds)
-        self._data_seconds.append(self.waited)
-        self._cpu_seconds.append(cpu_seconds)
-        self._work.append((batch.num_tokens, batch.num_samples, batch.padding))
-
-    def throughput(self) -> dict[str, float]:
-        """Medians over the run, warm-up steps left out; tokens are those that the model computes, padding included."""
-        if not self._seconds:
-            return {}
-        tokens, samples, padding = zip(*self._work, strict=True)
-        return {
-            "throughput/tokens_per_s": _median_rate(tokens, self._seconds),
-            "throughput/samples_per_s": _median_rate(samples, self._seconds),
-            "throughput/padding": sum(padding) / max(sum(tokens), 1),
-            "throughput/step_s": statistics.median(self._seconds),
-        }
-
-    def times(self) -> dict[str, float]:
-        """Seconds of this rank's steps in this attempt, without warm-up steps; 0 before the first.
-
-        Ranks wait for one another in every step, so their steps take equally long: a slow rank shows because it
-        waits longest for its data, or computes longest while the others wait.
-        """
-        steps = max(len(self._seconds), 1)
-        return {
-            "step_s": statistics.median(self._seconds or [0.0]),
-            "slowest_s": max(self._seconds, default=0.0),
-            "data_s": sum(self._data_seconds) / steps,
-            "cpu_s": sum(self._cpu_seconds) / steps,
-        }
+    def as_list(self) -> list[float]:
+        """Numbers to all-reduce."""
+        return [self.stop, self.seconds, self.save]
 
 
-def _median_rate(amounts: Sequence[int], seconds: Sequence[float]) -> float:
-    return statistics.median(amount / duration for amount, duration in zip(amounts, seconds, strict=True))
+VOTES = len(fields(StepVotes))
+
+
+class MicroBatchStop:
+    """Decides whether a stop leaves a step between two micro-batches. All ranks call every method alike.
+
+    Args:
+        requested: whether this process was asked to stop.
+    """
+
+    def __init__(self, requested: Callable[[], bool]) -> None:
+        self._requested = requested
+        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self.save_wanted = False
+        """Some rank wanted a save, at the last step's end."""
+        self._began = 0.0
+        self._step_s = float("inf")
+        """Seconds of the last step, equal on all ranks; infinite before the first step ends."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = time.monotonic()
+
+    def should_leave(self, done: int, count: int) -> bool:
+        """Whether to leave the step after ``done`` of its ``count`` micro-batches; equal on every rank. Collective."""
+        if done in (0, count) or done % self._stride(count):
+            return False
+        if self._group is None:
+            return self._requested()
+        stop_requested = torch.tensor([float(self._requested())])
+        dist.all_reduce(stop_requested, group=self._group)
+        return bool(stop_requested)
+
+    def vote(self, save: bool) -> StepVotes:
+        """This rank's votes at a step's end; ``save``: it finds that a save is due."""
+        return StepVotes(float(self._requested()), time.monotonic() - self._began, float(save))
+
+    def count(self, votes: StepVotes) -> bool:
+        """Take the votes of all ranks; whether any rank was asked to stop."""
+        self._step_s = votes.seconds / dist.get_world_size()
+        self.save_wanted = votes.save > 0
+        return votes.stop > 0
+
+    def _stride(self, count: int) -> int:
+        """Micro-batches between two votes."""
+        return max(1, int(VOTE_EVERY_S * count / self._step_s)) if self._step_s > 0 else count

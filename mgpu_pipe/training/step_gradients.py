@@ -1,10 +1,8 @@
-"""Gradients of a step batch after its last backward pass: which of them exist, their norm, and the votes of ranks."""
+"""Gradients of a step batch after its last backward pass: reduced, with their norm and the votes of the ranks."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -18,80 +16,7 @@ from mgpu_pipe.optim.gradients import counted_norm, gradient_norm
 from mgpu_pipe.parallel.ddp import GradientReducer
 from mgpu_pipe.parallel.device_memory import to_device
 from mgpu_pipe.parallel.fsdp import UsedParameters, set_gradient_sync
-
-VOTE_EVERY_S = 0.5
-
-
-@dataclass(frozen=True)
-class StepVotes:
-    """Votes at a step's end: those of one rank, or their sums over all ranks.
-
-    Attributes:
-        stop: ranks that were asked to stop.
-        seconds: time that the step took.
-        save: ranks that find a save due.
-    """
-
-    stop: float
-    seconds: float
-    save: float
-
-    @classmethod
-    def from_sums(cls, sums: Sequence[float]) -> StepVotes:
-        """The votes of all ranks from the all-reduced :meth:`as_list`."""
-        return cls(*sums)
-
-    def as_list(self) -> list[float]:
-        """Numbers to all-reduce."""
-        return [self.stop, self.seconds, self.save]
-
-
-VOTES = len(fields(StepVotes))
-
-
-class MicroBatchStop:
-    """Decides whether a stop leaves a step between two micro-batches. All ranks call every method alike.
-
-    Args:
-        requested: whether this process was asked to stop.
-    """
-
-    def __init__(self, requested: Callable[[], bool]) -> None:
-        self._requested = requested
-        self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
-        self.save_wanted = False
-        """Some rank wanted a save, at the last step's end."""
-        self._began = 0.0
-        self._step_s = float("inf")
-        """Seconds of the last step, equal on all ranks; infinite before the first step ends."""
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._began = time.monotonic()
-
-    def should_leave(self, done: int, count: int) -> bool:
-        """Whether to leave the step after ``done`` of its ``count`` micro-batches; equal on every rank. Collective."""
-        if done in (0, count) or done % self._stride(count):
-            return False
-        if self._group is None:
-            return self._requested()
-        stop_requested = torch.tensor([float(self._requested())])
-        dist.all_reduce(stop_requested, group=self._group)
-        return bool(stop_requested)
-
-    def vote(self, save: bool) -> StepVotes:
-        """This rank's votes at a step's end; ``save``: it finds that a save is due."""
-        return StepVotes(float(self._requested()), time.monotonic() - self._began, float(save))
-
-    def count(self, votes: StepVotes) -> bool:
-        """Take the votes of all ranks; whether any rank was asked to stop."""
-        self._step_s = votes.seconds / dist.get_world_size()
-        self.save_wanted = votes.save > 0
-        return votes.stop > 0
-
-    def _stride(self, count: int) -> int:
-        """Micro-batches between two votes."""
-        return max(1, int(VOTE_EVERY_S * count / self._step_s)) if self._step_s > 0 else count
+from mgpu_pipe.training.step import VOTES, StepVotes
 
 
 class StepGradients:

@@ -28,8 +28,7 @@ from mgpu_pipe.optim.moving_average import WeightAverage, on_local_shards
 from mgpu_pipe.parallel.device_memory import to_device
 from mgpu_pipe.system.compat.lightning_private import after_closure
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.step import StepEngine, run_step
-from mgpu_pipe.training.step_gradients import MicroBatchStop
+from mgpu_pipe.training.step import MicroBatchStop, StepEngine, run_step
 
 
 class ExistingWorld(ClusterEnvironment):

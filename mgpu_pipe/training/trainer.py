@@ -29,26 +29,18 @@ def set_tf32(model: torch.nn.Module, allowed: bool) -> None:
     The angles of rotary embeddings stay fp32 products: they are positions times frequencies, and TF32 tells positions
     above 2048 from their neighbours no more.
     """
-    _set(allowed)
+    _allow_tf32(allowed)
     if not allowed:
         return
     for module in model.modules():
         if any(name.endswith(ROTARY_BUFFER) for name, _ in module.named_buffers(recurse=False)):
-            module.register_forward_pre_hook(_without)
-            module.register_forward_hook(_with, always_call=True)
+            module.register_forward_pre_hook(lambda *_: _allow_tf32(False))
+            module.register_forward_hook(lambda *_: _allow_tf32(True), always_call=True)
 
 
-def _set(allowed: bool) -> None:
+def _allow_tf32(allowed: bool) -> None:
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
-
-
-def _without(*_: Any) -> None:
-    _set(False)
-
-
-def _with(*_: Any) -> None:
-    _set(True)
 
 
 def strategy_class(engine: str) -> type[EngineStrategy]:

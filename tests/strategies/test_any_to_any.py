@@ -24,7 +24,7 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.deepspeed.build_extension import FOLDER
-from mgpu_pipe.training.initial_weights import restore_optimizer, restore_weights
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 from tests.support.encoders import ENCODERS, SEEING
 from tests.support.learned import LEARNED
 from tests.support.plain_training import plain

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.initial_weights import restore_optimizer, restore_weights
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 from tests.support.plain_training import assembled, norm_of, plain
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, trained

@@ -19,8 +19,8 @@ from mgpu_pipe.parallel.parallelize import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import generate
 from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
-from mgpu_pipe.training.initial_weights import restore_optimizer, restore_weights
 from mgpu_pipe.training.mesh import MeshStrategy
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 from mgpu_pipe.training.strategy import EngineStrategy
 from tests.strategies.test_deepspeed import joined, parts, with_extensions_in
 from tests.strategies.test_mesh import LR, relative, whole

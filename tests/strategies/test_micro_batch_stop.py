@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training import step_gradients as micro_batch_stop
+from mgpu_pipe.training import step as micro_batch_stop
 from tests.support.plain_training import assembled
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in

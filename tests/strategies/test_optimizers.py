@@ -16,7 +16,7 @@ import torch
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.initial_weights import restore_optimizer, restore_weights
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 from tests.strategies.test_any_to_any import contents, write
 from tests.support.plain_training import plain, worst_error
 from tests.support.processes import run_processes

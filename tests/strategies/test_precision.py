@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.traffic.collectives import Counted, _Mode
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.step_gradients import MicroBatchStop
+from mgpu_pipe.training.step import MicroBatchStop
 from tests.support.plain_training import assembled, norm_of, plain
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, trained

@@ -17,7 +17,7 @@ from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.optim.moving_average import EMA, WeightAverage
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.initial_weights import restore_optimizer, restore_weights
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 from tests.support.plain_training import assembled, norm_of, plain, worst_error
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, batch_of, step_batch_of, trained

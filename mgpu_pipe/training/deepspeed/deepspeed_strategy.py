@@ -50,7 +50,7 @@ from mgpu_pipe.training.deepspeed.zero_build import (
 )
 from mgpu_pipe.training.deepspeed.zero_stages import SwappedState, ZeroThreeState, ZeroTwoState
 from mgpu_pipe.training.deepspeed.zero_state import ZeroState
-from mgpu_pipe.training.step_gradients import VOTES, StepVotes
+from mgpu_pipe.training.step import VOTES, StepVotes
 from mgpu_pipe.training.strategy import EngineOptions, EngineStrategy, StoredState
 
 if TYPE_CHECKING:

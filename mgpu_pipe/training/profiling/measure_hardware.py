@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIB = 1 << 20
+TRIPS = 10
+"""All-reduces of a window, and short messages between two large ones."""
 WINDOW_S, WINDOWS, LONGEST_S = 0.05, 8, 0.7
 """Seconds of a window, the most windows of a measurement, and seconds after which it ends."""
-TRIPS, TRIP_WINDOWS = 8, 4
-"""All-reduces of a window, and its windows: every rank needs the same number."""
+TRIP_WINDOWS = 4
+"""Windows of an all-reduce: every rank needs the same number."""
 PRODUCTS = {
     "cpu": (
         *((512, 512, 64), (512, 64, 192), (512, 1024, 64), (512, 256, 256), (256, 768, 256), (64, 64, 512)),
@@ -240,8 +242,8 @@ def _precision(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-TRIPS, TRANSFERS = 10, 3
-"""Repetitions; the best counts, because a busy machine pauses."""
+TRANSFERS = 3
+"""Large messages between two ranks; the best time counts, because a busy machine pauses."""
 MESSAGE = {"cpu": 8 * MIB, "cuda": 64 * MIB}
 """Bytes of a large message."""
 
@@ -293,21 +295,13 @@ def _measure(first: int, second: int, device: torch.device) -> tuple[float, floa
             dist.recv(there, other)
             dist.send(back, other)
 
-    _time(lambda: exchange(large, large), device)  # connects
+    _seconds(lambda: exchange(large, large), 1, device)  # connects
     trips, there, back = [], [], []
     for _ in range(TRANSFERS):  # short messages between long ones: a pause of the machine outlasts a row of short ones
-        trips += [_time(lambda: exchange(small, small), device) for _ in range(TRIPS)]
-        there.append(_time(lambda: exchange(large, small), device))
-        back.append(_time(lambda: exchange(small, large), device))
+        trips += [_seconds(lambda: exchange(small, small), 1, device) for _ in range(TRIPS)]
+        there.append(_seconds(lambda: exchange(large, small), 1, device))
+        back.append(_seconds(lambda: exchange(small, large), 1, device))
     return min(trips), large.nbytes / max(min(there), min(back))
-
-
-def _time(exchange: Callable[[], None], device: torch.device) -> float:
-    began = time.perf_counter()
-    exchange()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
 
 
 def _barrier(device: torch.device) -> None:

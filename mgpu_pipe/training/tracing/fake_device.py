@@ -40,7 +40,7 @@ from mgpu_pipe.system.compat.fake_tensors_private import (
     tree_map_only,
 )
 from mgpu_pipe.system.compat.torch_private import TorchDispatchMode, operator, schema_of, tree_leaves
-from mgpu_pipe.training.step_gradients import MicroBatchStop
+from mgpu_pipe.training.step import MicroBatchStop
 
 PRODUCT = Path(__file__).parents[2]
 PRETENCE = (Path(__file__).parent, PRODUCT / "system" / "compat")
