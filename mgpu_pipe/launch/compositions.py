@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from mgpu_pipe.checks.notices import Notice
-    from mgpu_pipe.config.hydra.compose import Composition
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.launch.outcome import LaunchResult
 
-Job = Callable[["Composition"], int]
+Job = Callable[[Composition], int]
 WORST_LAST = (EXIT_OK, EXIT_STOPPED, EXIT_BAD_INPUT, EXIT_FAILURE)
 
 HELP = """\

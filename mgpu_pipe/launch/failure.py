@@ -44,6 +44,8 @@ WATCHDOG = re.compile(
 TIMEOUT_WORDS = ("timed out waiting", "wait timeout", "waited for")
 """Words in the error of a rank that waited for launch.collective_timeout seconds."""
 STACK = "(most recent call first):\n"
+RECORDED = ("type", "message", "traceback", "exit_code", "time", "follows")
+"""Fields of a failure that its rank records (:func:`error_record`)."""
 FOLLOWS_A_PEERS_END = (
     "connection closed by peer",
     "connection reset by peer",
@@ -167,16 +169,7 @@ def _stopped_rank_failure(paths: RunPaths, rank: int, waited: Failure) -> Failur
         f"the process was stopped (SIGSTOP, or a debugger) and the other ranks waited for it in vain; rank "
         f"{waited.rank} reports: {waited.message.splitlines()[0][:200]}"
     )
-    return Failure(
-        rank=rank,
-        type=WorkerError.__name__,
-        message=message,
-        traceback="",
-        exit_code=EXIT_FAILURE,
-        time=waited.time,
-        follows=False,
-        log=paths.rank_log(rank),
-    )
+    return _without_record(paths, rank, message, waited.time)
 
 
 def _silent_ranks_failure(paths: RunPaths, ranks: Sequence[int], waited: Failure, attempt: int) -> Failure:
@@ -188,16 +181,7 @@ def _silent_ranks_failure(paths: RunPaths, ranks: Sequence[int], waited: Failure
         f"the others waited in vain for rank{'s' * (len(ranks) > 1)} {where}{more} to join a collective; rank "
         f"{waited.rank} reports: {waited.message.splitlines()[0][:200]}"
     )
-    return Failure(
-        rank=ranks[0],
-        type=WorkerError.__name__,
-        message=message,
-        traceback="\n".join(stacks[ranks[0]]),
-        exit_code=EXIT_FAILURE,
-        time=waited.time,
-        follows=False,
-        log=paths.rank_log(ranks[0]),
-    )
+    return _without_record(paths, ranks[0], message, waited.time, "\n".join(stacks[ranks[0]]))
 
 
 def _stack(log: Path, attempt: int) -> list[str]:
@@ -219,17 +203,8 @@ def _read_failure(paths: RunPaths, end: Exit, attempt: int) -> Failure:
     text_record = path.read_text(encoding="utf-8") if path.exists() else end.error
     if text_record:
         record = json.loads(text_record)
-        return Failure(
-            rank=end.rank,
-            type=record["type"],
-            message=record["message"],
-            traceback=record["traceback"],
-            exit_code=record["exit_code"],
-            time=record["time"],
-            follows=record["follows"],
-            log=log,
-        )
-    tail = log_tail(log, attempt)
+        return Failure(end.rank, log=log, **{name: record[name] for name in RECORDED})
+    tail = "\n".join(_log_text(log, attempt).rstrip().splitlines()[-TAIL_LINES:])
     message = f"ended with exit code {end.code}"
     if end.code < 0:
         message = f"killed by {_signal_name(-end.code)}"
@@ -242,16 +217,14 @@ def _read_failure(paths: RunPaths, end: Exit, attempt: int) -> Failure:
         number, kind, waited_ms = hang.groups()
         message = f"waited for the others in {kind} number {number}, by NCCL, for {int(waited_ms) / 1000:.0f} s in vain"
         follows = True
-    return Failure(
-        rank=end.rank,
-        type=WorkerError.__name__,
-        message=message,
-        traceback=tail,
-        exit_code=EXIT_FAILURE,
-        time=end.seen_at,
-        follows=follows,
-        log=log,
-    )
+    return _without_record(paths, end.rank, message, end.seen_at, tail, follows)
+
+
+def _without_record(
+    paths: RunPaths, rank: int, message: str, moment: float, trace: str = "", follows: bool = False
+) -> Failure:
+    """Failure of a rank that recorded no error."""
+    return Failure(rank, WorkerError.__name__, message, trace, EXIT_FAILURE, moment, follows, paths.rank_log(rank))
 
 
 def _signal_name(number: int) -> str:
@@ -259,11 +232,6 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def log_tail(log: Path, attempt: int) -> str:
-    """Last lines of this attempt's part of a rank's log."""
-    return "\n".join(_log_text(log, attempt).rstrip().splitlines()[-TAIL_LINES:])
 
 
 def _log_text(log: Path, attempt: int) -> str:

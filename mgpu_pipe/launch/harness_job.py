@@ -72,12 +72,7 @@ def main(folder: Path) -> None:
         with opened_share(world, store, config, settings, config.launch.collective_timeout) as part:
             results = _measure(settings, part)
         if world.rank == 0:
-            replace_file(folder / RESULTS, results_text(results))
-
-
-def results_text(results: dict[str, Any]) -> str:
-    """The results as JSON; what JSON does not know is written as text."""
-    return json.dumps(results, default=str)
+            replace_file(folder / RESULTS, json.dumps(results, default=str))  # what JSON lacks becomes text
 
 
 def _measure(settings: HarnessSettings, part: ModelShare) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from mgpu_pipe.architectures.formulas.pipeline_schedules import LayerCosts, StagesPerRank, stage_layers, stages_by_rank
 from mgpu_pipe.data.step_batch import BatchSpec
 from mgpu_pipe.parallel.device_memory import ForwardMeter, gathered_bytes
-from mgpu_pipe.parallel.pipeline.schedule import (
-    ScheduledStage,  # with torch's, 0.1 s
-    build_schedule,  # with torch's, 0.1 s
-    reduce_tied_gradients,
-)
+from mgpu_pipe.parallel.pipeline.schedule import ScheduledStage, build_schedule, reduce_tied_gradients
 from mgpu_pipe.parallel.pipeline.stages import StageView, caches_of_stages, cut_stages, hidden_width, lengthen_missing
 from mgpu_pipe.parallel.pipeline.work_order import forward_slots
 from mgpu_pipe.system.compat.torch_private import find_fsdp_units
-
-if TYPE_CHECKING:
-    from mgpu_pipe.parallel.pipeline.schedule import ScheduledStage
 
 MicroBatch = Mapping[str, torch.Tensor]
 
