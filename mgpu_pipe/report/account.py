@@ -11,7 +11,7 @@ from typing import Any
 
 from mgpu_pipe.config.convert import leaves, setting, to_plain
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.charts import clock
 from mgpu_pipe.report.run_view import RunView, number
 from mgpu_pipe.runs import history

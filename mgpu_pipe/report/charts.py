@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.run_view import RunView, differing
 from mgpu_pipe.runs.metrics_file import METRIC_COLUMNS, read_ranks
 from mgpu_pipe.system.local_files import NotPlainError

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from mgpu_pipe.config.convert import leaves, setting
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.account import strategies_text
 from mgpu_pipe.report.charts import identical, run_labels, run_names
 from mgpu_pipe.report.run_view import RunView, differing, names_the_run

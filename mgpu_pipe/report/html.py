@@ -25,8 +25,7 @@ from mgpu_pipe.report.account import explain_end
 from mgpu_pipe.report.charts import charts, x_axes
 from mgpu_pipe.report.compare_runs import comparison, samples
 from mgpu_pipe.report.logs import read_logs
-from mgpu_pipe.report.measurements import bars, memory_of
-from mgpu_pipe.report.measurements import memory_bands as line
+from mgpu_pipe.report.measurements import bars, memory_bands, memory_of
 from mgpu_pipe.report.page_sections import blocks, confusion, figures, subtitle
 from mgpu_pipe.report.run_view import RunView, load_run
 from mgpu_pipe.system.local_files import is_file, replace_file
@@ -81,7 +80,7 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
         charts=built,
         data={**x_axes(views), "charts": [chart["drawn"] for chart in built]},
         step_times=bars(single.summary.get("step_times")) if single else None,
-        memory=line(memory_of(single.summary.get("step_times"))) if single else None,
+        memory=memory_bands(memory_of(single.summary.get("step_times"))) if single else None,
         samples=samples(views),
         many=len(views) > MANY,
         confusion=confusion(single) if single else None,

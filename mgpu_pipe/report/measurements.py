@@ -14,7 +14,8 @@ from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.errors import print_line
 from mgpu_pipe.planning.memory import MemoryPlan
-from mgpu_pipe.report.columns import gibibytes, print_columns
+from mgpu_pipe.report.columns import print_columns
+from mgpu_pipe.report.numbers import gibibytes
 from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.runs.latest import DOCTOR
 from mgpu_pipe.system.local_files import replace_file

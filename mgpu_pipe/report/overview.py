@@ -43,10 +43,10 @@ from mgpu_pipe.config.schema import (
 )
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.models.fields import model_fields
+from mgpu_pipe.parallel.pipeline.work_order import schedule_lines
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
 from mgpu_pipe.planning.memory_limits import gib, predict_memory
-from mgpu_pipe.report import columns as numbers
-from mgpu_pipe.report.columns import schedule_lines
+from mgpu_pipe.report import numbers
 from mgpu_pipe.system.conf_folders import OWN
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_config

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.account import attempts_table, attempts_text, changed_defaults, strategies_text, times
-from mgpu_pipe.report.columns import TIMES
 from mgpu_pipe.report.held_out_figures import class_figures, shown_figures
+from mgpu_pipe.report.numbers import TIMES
 from mgpu_pipe.report.run_view import RunView, finite, number
 from mgpu_pipe.runs.latest import RUN
 

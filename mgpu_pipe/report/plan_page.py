@@ -9,8 +9,8 @@ from typing import Any
 
 from mgpu_pipe import __version__
 from mgpu_pipe.checks.plan_layouts import PlannedRun
-from mgpu_pipe.report.columns import count, figure, gibibytes, seconds
 from mgpu_pipe.report.html import document
+from mgpu_pipe.report.numbers import count, figure, gibibytes, seconds
 from mgpu_pipe.system.local_files import replace_file
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.objective import Metric, description
 from mgpu_pipe.errors import print_line, printable
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.account import strategies_text
 from mgpu_pipe.report.columns import GAP, LEAST_WIDTH, print_columns, print_rows, print_words
 from mgpu_pipe.report.run_view import RunView, differing, load_run, number

@@ -15,7 +15,7 @@ from typing import Any
 
 from mgpu_pipe import __version__
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.charts import Curve, Points, chart, points
 from mgpu_pipe.report.html import document, link, write_page
 from mgpu_pipe.report.logs import redact_override

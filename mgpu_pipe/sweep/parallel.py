@@ -13,7 +13,7 @@ from types import FrameType
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, print_line
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.signals import taken_over
-from mgpu_pipe.report import columns as figures
+from mgpu_pipe.report import numbers as figures
 from mgpu_pipe.sweep.point import RESUMABLE, RUNNING, WAITING
 from mgpu_pipe.sweep.store import Store
 from mgpu_pipe.system.child_process import bind_command

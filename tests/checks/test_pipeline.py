@@ -18,7 +18,7 @@ from mgpu_pipe.architectures.formulas.pipeline_schedules import (
 from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.checks.pipeline import pipeline_errors
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.report.columns import pipeline_picture, schedule_lines
+from mgpu_pipe.parallel.pipeline.work_order import pipeline_picture, schedule_lines
 
 EIGHT = {"num_hidden_layers": 8}
 

@@ -17,7 +17,7 @@ from mgpu_pipe.checkpoint.compare import compare_tensors
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.selection import mark_ruined
 from mgpu_pipe.cli.main import main
-from mgpu_pipe.report.columns import MISSING
+from mgpu_pipe.report.numbers import MISSING
 from mgpu_pipe.runs.lock import RunLock
 from tests.checkpoint.support import CUTS, cut_shards, flip_bit, model_tensors, optimizer_tensors
 

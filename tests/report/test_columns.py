@@ -12,7 +12,8 @@ import pytest
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.report.charts import MOST_POINTS, Curve, chart, points, smooth_series, thin_series, x_axes
-from mgpu_pipe.report.columns import capitalize, print_columns, print_rows
+from mgpu_pipe.report.columns import print_columns, print_rows
+from mgpu_pipe.report.numbers import capitalize
 from mgpu_pipe.report.overview import overview
 from mgpu_pipe.report.run_tables import after_table, differences_table, runs_table
 from mgpu_pipe.report.run_view import load_run

@@ -18,8 +18,8 @@ import pytest
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report.charts import charts
-from mgpu_pipe.report.columns import TIMES
 from mgpu_pipe.report.html import write_report
+from mgpu_pipe.report.numbers import TIMES
 from mgpu_pipe.report.run_view import load_run
 from mgpu_pipe.runs.metrics_file import RANK_COLUMNS, MetricsWriter
 from tests.report.fake_runs import MakeRun

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.report.columns import MISSING, print_rows
+from mgpu_pipe.report.columns import print_rows
+from mgpu_pipe.report.numbers import MISSING
 from mgpu_pipe.report.overview import overview, summary
 from mgpu_pipe.report.page_sections import batch_text, blocks, figures
 from mgpu_pipe.report.run_tables import after_table, runs_table

@@ -82,7 +82,8 @@ def _refuse_other_file(file: Path) -> None:
 
 
 def _print(measured: Measurements) -> None:
-    from mgpu_pipe.report.columns import print_columns, seconds
+    from mgpu_pipe.report.columns import print_columns
+    from mgpu_pipe.report.numbers import seconds
 
     rows = [
         [

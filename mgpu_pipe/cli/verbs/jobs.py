@@ -15,7 +15,7 @@ from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import VerbParser, parse
 from mgpu_pipe.errors import EXIT_OK, BadInputError, RunFolderError, print_line, print_text
 from mgpu_pipe.launch.slurm.script import POINTS, ask, job_of, log_of, seconds
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.runs.latest import is_run_folder
 from mgpu_pipe.runs.listing import Listed, list_run

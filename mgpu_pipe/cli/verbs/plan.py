@@ -218,7 +218,8 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
 
 
 def _print_table(plans: Sequence[PlannedRun]) -> None:
-    from mgpu_pipe.report.columns import count, figure, print_columns, seconds
+    from mgpu_pipe.report.columns import print_columns
+    from mgpu_pipe.report.numbers import count, figure, seconds
 
     several = len({each.profile.name for each in plans}) > 1
     worlds = len({each.gpus for each in plans}) > 1
@@ -260,7 +261,7 @@ def _print_losers(losers: Losers) -> None:
 
 def _print_cost(best: PlannedRun, tokens: float) -> None:
     """Print time, GPU hours, price and energy of training ``tokens`` tokens by the fastest plan."""
-    from mgpu_pipe.report.columns import count, duration, figure
+    from mgpu_pipe.report.numbers import count, duration, figure
 
     def amount(number: float) -> str:
         return figure(number, 3) if number < KILO else count(number)

@@ -19,7 +19,7 @@ from mgpu_pipe.config.convert import all_keys, key_kind, setting
 from mgpu_pipe.config.schema import RunOptions
 from mgpu_pipe.config.suggest import nearest_key
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, RunFolderError, print_error, print_line, print_text
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.runs.latest import ROOT_KEY, is_run_folder, split_root
 from mgpu_pipe.runs.listing import Listed, config_and_metrics, delete_run, list_run, list_runs

@@ -20,7 +20,7 @@ from mgpu_pipe.config.schema import RunOptions
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, print_error, print_line, print_text
 from mgpu_pipe.import_path import allow_own_classes
 from mgpu_pipe.launch.slurm.script import ask, job_of
-from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report import numbers
 from mgpu_pipe.report.columns import print_columns, print_rows
 from mgpu_pipe.runs.latest import ROOT_KEY, split_root
 from mgpu_pipe.sweep.best import Trial, pareto, rank_trials, repeat_line
