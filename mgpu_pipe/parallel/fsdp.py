@@ -235,7 +235,7 @@ class UsedParameters:
 
         handle = unit.register_forward_pre_hook(on_first_forward)
 
-    def _note(self, number: int):  # type: ignore[no-untyped-def]
+    def _note(self, number: int) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
             self.flags[number] = True
 

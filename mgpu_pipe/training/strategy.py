@@ -26,6 +26,7 @@ from mgpu_pipe.objectives.sample_group import ProcessSamples
 from mgpu_pipe.optim.gradients import SpikeGuard
 from mgpu_pipe.optim.moving_average import WeightAverage, on_local_shards
 from mgpu_pipe.parallel.device_memory import to_device
+from mgpu_pipe.parallel.parallelize import Fill
 from mgpu_pipe.system.compat.lightning_private import after_closure
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.step import MicroBatchStop, StepEngine, run_step
@@ -69,7 +70,6 @@ class ExistingWorld(ClusterEnvironment):
         return int(os.environ.get("GROUP_RANK", 0))
 
 
-Materialise = Callable[[Any, torch.device], object]
 StoredState = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of every optimizer tensor of a checkpoint, by its name ``<parameter>/<state key>``."""
 
@@ -97,7 +97,7 @@ class EngineOptions(TypedDict, total=False):
 
     max_norm: float | None
     """Largest global gradient norm, or None."""
-    materialise: Materialise | None
+    materialise: Fill | None
     """Fills the parameters and buffers of a model that was built on the meta device, in place; None for a model whose
     weights were loaded."""
     dropout_seed: int | None
@@ -125,7 +125,7 @@ class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
         device: torch.device,
         *,
         max_norm: float | None = None,
-        materialise: Materialise | None = None,
+        materialise: Fill | None = None,
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -156,7 +156,7 @@ class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
         dims: ParallelDims,
         device: torch.device,
         *,
-        materialise: Materialise | None,
+        materialise: Fill | None,
         dropout_seed: int | None,
         stop_requested: Callable[[], bool],
     ) -> Self:

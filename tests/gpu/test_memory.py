@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from mgpu_pipe.training.profiling.memory_use import MEMORY_PHASES, phases_of, rank_memory, thin_looks
+from mgpu_pipe.training.profiling.memory_use import MEMORY_PHASES, phases_of_samples, rank_memory, thin_samples
 from mgpu_pipe.training.profiling.step_watches import MemoryWatch
 
 MIB = 1 << 20
@@ -18,7 +18,7 @@ def test_each_phase_has_its_memory(device: torch.device) -> None:
     marks = [time.perf_counter()]
 
     def ends() -> None:
-        watch.look()
+        watch.sample()
         marks.append(time.perf_counter())
 
     with watch.watching():
@@ -37,14 +37,14 @@ def test_each_phase_has_its_memory(device: torch.device) -> None:
     phases = [(begin, end, kind) for begin, end, kind in zip(marks[:-1], marks[1:], kinds, strict=True)]
     ((began, ended),) = watch.backward
     assert marks[1] < began < ended < marks[2]
-    names = phases_of(watch.looks, phases, watch.backward)
+    names = phases_of_samples(watch.samples, phases, watch.backward)
     assert set(names) == set(MEMORY_PHASES)
-    assert names.count("forward") > 2, "the thread looks too"
-    found = rank_memory(watch.looks, names)
-    before = watch.looks[0].used
+    assert names.count("forward") > 2, "the thread samples too"
+    found = rank_memory(watch.samples, names)
+    before = watch.samples[0].used
     held = {name: (used - before) * 1024 / (SIZE / MIB) for name, used in found.used.items()}
     assert 0.9 < held["forward"] < 2.1, held
     assert held["backward"] > 1.9, "the gradient of hidden is as large as hidden"
     assert 0.4 < held["optimizer"] < 1.6, held
-    line = thin_looks(watch.looks, names, marks[0])
+    line = thin_samples(watch.samples, names, marks[0])
     assert [at for at, *_ in line] == sorted(at for at, *_ in line) and max(held for *_, held, _ in line) > 0

@@ -19,12 +19,12 @@ from mgpu_pipe.training.profiling.device_trace import Blocked, Marks, breakdown,
 from mgpu_pipe.training.profiling.link_table import axis_of
 from mgpu_pipe.training.profiling.memory_use import (
     POINTS,
-    Look,
+    MemorySample,
     MemoryUse,
     RankMemory,
-    phases_of,
+    phases_of_samples,
     rank_memory,
-    thin_looks,
+    thin_samples,
 )
 from mgpu_pipe.training.profiling.rank_times import RankTimes, StepTimes, slowest
 
@@ -165,15 +165,17 @@ def test_a_summary_of_another_hand_is_read_whole_or_not_at_all() -> None:
 
 def test_memory_has_the_phase_in_which_it_was_looked_at() -> None:
     phases = [(0.0, 1.0, "data"), (1.0, 6.0, "compute"), (6.0, 7.0, "optimizer"), (7.0, 8.0, "host")]
-    looks = [Look(at, at + 1, at + 2, at / 10) for at in (0.5, 1.0, 2.0, 3.5, 4.2, 4.9, 5.5, 6.0, 6.5, 7.5, 9.0)]
-    names = phases_of(looks, phases, [(3.0, 4.0), (4.5, 5.0)])  # of two micro-batches
+    samples = [
+        MemorySample(at, at + 1, at + 2, at / 10) for at in (0.5, 1.0, 2.0, 3.5, 4.2, 4.9, 5.5, 6.0, 6.5, 7.5, 9.0)
+    ]
+    names = phases_of_samples(samples, phases, [(3.0, 4.0), (4.5, 5.0)])  # of two micro-batches
     shown = {"f": "forward", "b": "backward", "o": "optimizer", "r": "rest"}
     assert names == [shown[letter] for letter in "rrfbfbbborr"]
-    found = rank_memory(looks, names)
+    found = rank_memory(samples, names)
     assert found.used == {"forward": 5.2, "backward": 7.0, "optimizer": 7.5, "rest": 10.0}
     assert (found.held, found.split, found.peak) == (11.0, 0.9, 10.0)
-    many = [Look(number / 1000, number % 7, 9.0, 0.0) for number in range(1000)]
-    line = thin_looks(many, ["rest"] * 1000, 0.0)
+    many = [MemorySample(number / 1000, number % 7, 9.0, 0.0) for number in range(1000)]
+    line = thin_samples(many, ["rest"] * 1000, 0.0)
     assert len(line) <= POINTS and all(used >= 4 for _, used, *_ in line), "peaks are kept"
 
 

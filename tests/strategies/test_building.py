@@ -15,13 +15,12 @@ from mgpu_pipe.models.weights.pretrained import load_pretrained
 from mgpu_pipe.models.weights.slices import FolderWeights
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.device_memory import AllocationWatch
-from mgpu_pipe.parallel.parallelize import ParallelOptions
+from mgpu_pipe.parallel.parallelize import Fill, ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import generate
 from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 from mgpu_pipe.training.deepspeed.zero_build import equal_part, prepare_deepspeed
 from mgpu_pipe.training.parallel_model import ParallelModel
-from mgpu_pipe.training.strategy import Materialise
 from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS as TINY
@@ -47,7 +46,7 @@ MODELS = {
 CPU = torch.device("cpu")
 
 
-def filling(source: ModelConfig) -> Materialise:
+def filling(source: ModelConfig) -> Fill:
     return FolderWeights(source) if source.path is not None else lambda model, device: materialise(model, 5, device)
 
 

@@ -12,8 +12,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.runs.metrics_file import rank_writer, read_ranks
-from mgpu_pipe.training import recorder
-from mgpu_pipe.training import step as training_step
+from mgpu_pipe.training import recorder, run_clock
 from mgpu_pipe.training.recorder import WARM_UP_STEPS, StepRecorder
 
 
@@ -33,7 +32,7 @@ def test_a_ranks_step_its_wait_for_data_and_its_own_work_are_told_apart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(training_step, "time", clock)
+    monkeypatch.setattr(run_clock, "time", clock)
     monkeypatch.setattr(recorder, "evaluate_after_this_step", lambda *_: None)
     checkpointer: Any = SimpleNamespace(
         step_was_finite=lambda step: None, due=lambda step: False, reserve=lambda *_: None

@@ -252,7 +252,7 @@ def measure_links(device: torch.device) -> list[Link]:
     """The links of all pairs, on every rank. Collective."""
     nodes = exchange_json([socket.gethostname(), boot_id()], None)
 
-    def measure_links(rounds: Iterator[Sequence[tuple[int, int]]]) -> list[Link]:
+    def measure_rounds(rounds: Iterator[Sequence[tuple[int, int]]]) -> list[Link]:
         links_here = []
         for pairs in rounds:
             _barrier(device)
@@ -264,8 +264,8 @@ def measure_links(device: torch.device) -> list[Link]:
         by_rank = exchange_json([asdict(link) for link in links_here if link.first == dist.get_rank()], None)
         return [Link(**link) for links in by_rank for link in links]
 
-    links = {(link.first, link.second): link for link in measure_links(tournament(dist.get_world_size()))}
-    for again in measure_links(iter([[(link.first, link.second)] for link in suspects([*links.values()])])):
+    links = {(link.first, link.second): link for link in measure_rounds(tournament(dist.get_world_size()))}
+    for again in measure_rounds(iter([[(link.first, link.second)] for link in suspects([*links.values()])])):
         links[again.first, again.second] = links[again.first, again.second].best(again)
     return [links[pair] for pair in sorted(links)]
 

@@ -18,7 +18,7 @@ POINTS = 240
 
 
 @dataclass(frozen=True)
-class Look:
+class MemorySample:
     """One sample of memory, in GiB.
 
     Attributes:
@@ -106,16 +106,18 @@ class MemoryUse:
         return ["rank", *MEMORY_PHASES, *of_allocator], rows
 
 
-def phases_of(looks: Sequence[Look], phases: Sequence[Phase], backward: Sequence[tuple[float, float]]) -> list[str]:
-    """The phase of each look; compute is backward during a backward pass and after the last one, else forward.
+def phases_of_samples(
+    samples: Sequence[MemorySample], phases: Sequence[Phase], backward: Sequence[tuple[float, float]]
+) -> list[str]:
+    """The phase of each sample; compute is backward during a backward pass and after the last one, else forward.
 
     Args:
-        phases: without gaps, in order; a look belongs to the one that it ends.
+        phases: without gaps, in order; a sample belongs to the one that it ends.
         backward: when backward passes ran.
     """
     ends, names = [end for _, end, _ in phases], []
-    for look in looks:
-        index = bisect_left(ends, look.moment)
+    for sample in samples:
+        index = bisect_left(ends, sample.moment)
         begin, end, kind = phases[min(index, len(phases) - 1)]
         if kind == OPTIMIZER:
             names.append(OPTIMIZER)
@@ -123,33 +125,35 @@ def phases_of(looks: Sequence[Look], phases: Sequence[Phase], backward: Sequence
             names.append(REST)
         else:
             within = [span for span in backward if begin <= span[1] and span[0] < end]
-            through = not any(span[0] >= look.moment for span in within)
-            running = any(span[0] < look.moment <= span[1] for span in within)
+            through = not any(span[0] >= sample.moment for span in within)
+            running = any(span[0] < sample.moment <= span[1] for span in within)
             names.append(BACKWARD if within and (running or through) else FORWARD)
     return names
 
 
-def rank_memory(looks: Sequence[Look], names: Sequence[str]) -> RankMemory:
+def rank_memory(samples: Sequence[MemorySample], names: Sequence[str]) -> RankMemory:
     used = {
-        name: max((look.used for look, phase in zip(looks, names, strict=True) if phase == name), default=0.0)
+        name: max((sample.used for sample, phase in zip(samples, names, strict=True) if phase == name), default=0.0)
         for name in MEMORY_PHASES
     }
-    return RankMemory(used, max(look.reserved for look in looks), max(look.split for look in looks))
+    return RankMemory(used, max(sample.reserved for sample in samples), max(sample.split for sample in samples))
 
 
-def thin_looks(looks: Sequence[Look], names: Sequence[str], began: float) -> list[tuple[float, float, float, str]]:
-    """A timeline of at most :data:`POINTS` looks: from each stretch the one that used most."""
-    size = -(-len(looks) // POINTS)
-    kept_looks = [
-        max(range(start, min(start + size, len(looks))), key=lambda number: looks[number].used)
-        for start in range(0, len(looks), size)
+def thin_samples(
+    samples: Sequence[MemorySample], names: Sequence[str], began: float
+) -> list[tuple[float, float, float, str]]:
+    """A timeline of at most :data:`POINTS` samples: from each stretch the one that used most."""
+    size = -(-len(samples) // POINTS)
+    indices = [
+        max(range(start, min(start + size, len(samples))), key=lambda number: samples[number].used)
+        for start in range(0, len(samples), size)
     ]
     return [
         (
-            round(looks[index].moment - began, 4),
-            round(looks[index].used, 5),
-            round(looks[index].reserved, 5),
+            round(samples[index].moment - began, 4),
+            round(samples[index].used, 5),
+            round(samples[index].reserved, 5),
             names[index],
         )
-        for index in kept_looks
+        for index in indices
     ]

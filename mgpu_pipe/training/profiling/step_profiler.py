@@ -38,7 +38,7 @@ from mgpu_pipe.training.profiling.device_trace import (
 )
 from mgpu_pipe.training.profiling.link_table import axis_of, suspects, verdict
 from mgpu_pipe.training.profiling.measure_hardware import measure_links
-from mgpu_pipe.training.profiling.memory_use import MemoryUse, RankMemory, phases_of, rank_memory, thin_looks
+from mgpu_pipe.training.profiling.memory_use import MemoryUse, RankMemory, phases_of_samples, rank_memory, thin_samples
 from mgpu_pipe.training.profiling.rank_times import RankTimes, StepTimes
 from mgpu_pipe.training.profiling.step_watches import CollectiveWatch, MemoryWatch
 
@@ -127,7 +127,7 @@ class StepProfiler(Profiler):
 
     def _cut(self) -> None:
         """Assign the time since the last start or end of an action to the innermost action."""
-        self._memory.look()
+        self._memory.sample()
         now = time.perf_counter()
         kind, name = self._stack[-1] if self._stack else (HOST, "")
         self._phases.append((self._since, now, kind))
@@ -244,11 +244,11 @@ class StepProfiler(Profiler):
         )
 
     def _memory_use(self) -> MemoryUse:
-        looks = self._memory.looks
-        names = phases_of(looks, self._phases, self._memory.backward)
-        ranks = [RankMemory(**values) for values in exchange_json(asdict(rank_memory(looks, names)), None)]
+        samples = self._memory.samples
+        names = phases_of_samples(samples, self._phases, self._memory.backward)
+        ranks = [RankMemory(**values) for values in exchange_json(asdict(rank_memory(samples, names)), None)]
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
-        line = thin_looks(looks, names, self._began) if dist.get_rank() == fullest else []
+        line = thin_samples(samples, names, self._began) if dist.get_rank() == fullest else []
         return MemoryUse(self._device.type, ranks, fullest, exchange_json(line, None)[fullest])
 
     def _timeline(self) -> tuple[Sequence[Phase], Sequence[Blocked], Arrivals]:

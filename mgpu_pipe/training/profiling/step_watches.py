@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mgpu_pipe.system.compat.torch_private import around_backward_passes
 from mgpu_pipe.training.profiling.device_trace import Blocked
 from mgpu_pipe.training.profiling.link_table import ALL_TO_ALL
-from mgpu_pipe.training.profiling.memory_use import GIB, Look
+from mgpu_pipe.training.profiling.memory_use import GIB, MemorySample
 
 EVERY_S = 0.005
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -31,15 +31,15 @@ class MemoryWatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.looks: list[Look] = []
+        self.samples: list[MemorySample] = []
         self.backward: list[tuple[float, float]] = []
         """Start and end times of backward passes."""
         self._lock = threading.Lock()
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Sample now: called at the end of each phase, so that even a short phase has a sample."""
         with self._lock:
-            self.looks.append(Look(time.perf_counter(), *self._gib()))
+            self.samples.append(MemorySample(time.perf_counter(), *self._gib()))
 
     def _gib(self) -> tuple[float, float, float]:
         if self.device.type == "cuda":
@@ -55,11 +55,11 @@ class MemoryWatch:
     def watching(self) -> Iterator[None]:
         over = threading.Event()
 
-        def keep_looking() -> None:
+        def keep_sampling() -> None:
             while not over.wait(EVERY_S):
-                self.look()
+                self.sample()
 
-        thread = threading.Thread(target=keep_looking, name="memory", daemon=True)
+        thread = threading.Thread(target=keep_sampling, name="memory", daemon=True)
         thread.start()
         try:
             with around_backward_passes(self._backward_pass):
@@ -70,12 +70,12 @@ class MemoryWatch:
 
     @contextmanager
     def _backward_pass(self) -> Iterator[None]:
-        self.look()
+        self.sample()
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.look()
+            self.sample()
             self.backward.append((began, time.perf_counter()))
 
 
