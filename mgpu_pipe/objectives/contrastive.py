@@ -16,7 +16,7 @@ from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, s
 from mgpu_pipe.objectives.class_sums import ClassPrompts, ClassSums, class_vectors
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
 from mgpu_pipe.objectives.losses.vectors import pairing_losses
-from mgpu_pipe.objectives.picture_keys import CONTRASTIVE, DIRECTIONS, RANKS, ContrastiveConfig
+from mgpu_pipe.objectives.picture_keys import CONTRASTIVE, DIRECTIONS, RANKS, ContrastiveConfig, SoundContrastiveConfig
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures
 
@@ -62,7 +62,7 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         model.register_forward_hook(self._scale)
 
     @classmethod
-    def arguments(cls, keys: ContrastiveConfig) -> tuple[Any, ...]:
+    def arguments(cls, keys: ContrastiveConfig | SoundContrastiveConfig) -> tuple[Any, ...]:
         return (keys.max_scale,)
 
     @property

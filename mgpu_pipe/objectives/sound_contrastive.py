@@ -10,11 +10,11 @@ import torch
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.models.speech import fix_norms, spectrogram_shape
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
+from mgpu_pipe.objectives.base import Batch, Forward, Reference, step_generator
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective, caption_mask, random_captions
 from mgpu_pipe.objectives.global_batch import Features, at_least_fp32
 from mgpu_pipe.objectives.losses.vectors import pairing_losses
-from mgpu_pipe.objectives.picture_keys import SOUND_CONTRASTIVE, SoundContrastiveConfig
+from mgpu_pipe.objectives.picture_keys import SOUND_CONTRASTIVE
 from mgpu_pipe.objectives.sound_inputs import SoundObjective
 
 if TYPE_CHECKING:
@@ -26,29 +26,16 @@ class SoundContrastiveObjective(SoundObjective, ContrastiveObjective):
 
     The loss is the mean of the two cross-entropies, each with its own temperature (Wu et al. 2023, arXiv:2211.06687).
     transformers' ``ClapModel`` returns a loss that counts the captions twice and the recordings never. The batch norm
-    of the audio tower keeps its statistics.
-
-    Args:
-        max_scale: upper bound of the temperatures' inverses.
+    of the audio tower keeps its statistics. The arguments are those of the base class; ``max_scale`` bounds both
+    temperatures' inverses.
     """
 
     description = SOUND_CONTRASTIVE
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer_factory: Any,
-        learning_rate: LearningRate,
-        max_scale: float = 100.0,
-        cache_features: bool = False,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         fix_norms(model)
-        super().__init__(model, optimizer_factory, learning_rate, max_scale)
+        super().__init__(model, *arguments, **options)
         self._shape = spectrogram_shape(self._config)
-
-    @classmethod
-    def arguments(cls, keys: SoundContrastiveConfig) -> tuple[Any, ...]:  # type: ignore[override]
-        return (keys.max_scale,)
 
     @property
     def batch_spec(self) -> BatchSpec:

@@ -15,16 +15,10 @@ from mgpu_pipe.data.audio.clap_mel import ClapMel
 from mgpu_pipe.data.audio.listen import Sound, transcripts
 from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds, bad_in, scan_recordings
 from mgpu_pipe.data.audio.speech_source import CaptionedAudioConfig
-from mgpu_pipe.data.bad_samples import describe_too_long, report_bad_samples
+from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, run_cache
 from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.text.caption_tokens import (
-    are_too_long,
-    lengths_folder,
-    refuse_long_captions,
-    tokenize_captions,
-    with_end_of_text,
-)
+from mgpu_pipe.data.text.caption_tokens import PreparedWithCaptions, are_too_long, tokenize_captions
 from mgpu_pipe.data.text.token_store import load_array
 
 if TYPE_CHECKING:
@@ -34,18 +28,13 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedSoundCaptions(PreparedSounds):
+class PreparedSoundCaptions(PreparedWithCaptions, PreparedSounds):
     """Everything a worker needs to load recordings with captions; :func:`prepare_sound_captions` makes it."""
 
     kind: ClassVar[str] = "captioned_sounds"
 
-    table: Path
-    """Folder with the tokens of the training recordings' captions."""
-    held_out_table: Path
-    end_of_text: int
     segment_samples: int
     """Samples of the model's window: the longest part of a recording that the model gets."""
-    on_too_long: str = "truncate"
 
     def samples(
         self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
@@ -63,7 +52,6 @@ class PreparedSoundCaptions(PreparedSounds):
         return every[~self.long_captions(split)] if self.on_too_long == "drop" else every
 
     def long_captions(self, split: Split) -> NDArray[np.bool_]:
-        """Which samples of a split have a caption that does not fit."""
         rows: NDArray[np.bool_] = are_too_long(self.table_of(split))[self._numbers(split)[self._in_split(split)]]
         return rows
 
@@ -76,22 +64,9 @@ class PreparedSoundCaptions(PreparedSounds):
         hashes = load_array(self.folder_of(split) / "hashes.npy")[self.indices(split)]
         return np.unique(hashes, return_inverse=True)[1].reshape(-1)
 
-    def table_of(self, split: Split) -> Path:
-        return self.table if split == "train" else self.held_out_table
-
-    def is_here(self) -> bool:
-        return super().is_here() and all(lengths_folder(table).exists() for table in (self.table, self.held_out_table))
-
-    def too_long(self, data: DataConfig) -> str:
-        return describe_too_long(self.too_long_samples, "captions", self.on_too_long, f"data.seq_len={data.seq_len}")
-
     def amounts(self) -> list[tuple[int, str]]:
         samples, *others = super().amounts()
         return [(samples[0], "recordings with a caption"), *others]
-
-    def complete_model(self, model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
-        """Adds the end-of-text token, which tells a caption from its padding."""
-        return with_end_of_text(model, self.end_of_text)
 
     def _in_split(self, split: Split) -> NDArray[np.int64]:
         return np.flatnonzero(self.in_split(split, load_array(self.folder_of(split) / "hashes.npy")))
@@ -121,19 +96,11 @@ def prepare_sound_captions(
     report_bad_samples(bad_in(scan.manifests), data.on_bad_sample, ("the recording or its caption", "recordings"))
     texts = {folder: _captions(folder) for folder in dict.fromkeys((scan.folder, scan.held_out_folder))}
     with run_cache(data) as cache:
-        tokenizer, tables = tokenize_captions(model, data, objective, texts, cache, progress or no_progress)
+        captions, tables = tokenize_captions(model, data, objective, texts, cache, progress or no_progress)
     known = PreparedSoundCaptions(
-        **scan.fields(),
-        tokenizer_folder=tokenizer.folder,
-        table=tables[scan.folder],
-        held_out_table=tables[scan.held_out_folder],
-        end_of_text=tokenizer.eos_token_id,
-        segment_samples=window.most_samples,
-        bad_samples=len(bad_in(scan.manifests)),
-        on_too_long="truncate" if data.on_too_long == "auto" else data.on_too_long,
+        **scan.fields(), **captions, segment_samples=window.most_samples, bad_samples=len(bad_in(scan.manifests))
     )
-    refuse_long_captions(data, tables.values())
-    long = sum(int(known.long_captions(split).sum()) for split in ("train", "validation"))
+    long = known.count_long()
     identity = (_FORMAT, asdict(sound), window.settings(), known.on_too_long if long else "")
     train, available = len(known.indices("train")), len(known.indices("validation"))
     contents = [

@@ -43,6 +43,12 @@ class CutPixels(Pixels):
         filtered = pillow().Resampling[self.resampling]
         return image if image.size == (width, height) else image.resize((width, height), filtered)
 
+    def lay_out(self, image: Image, size: tuple[int, int], down: int, across: int, colour: str) -> NDArray[np.float32]:
+        """The picture, scaled to ``size`` (height, width), in the corner of ``down`` by ``across`` squares."""
+        canvas = pillow().new(image.mode, (across * self.size, down * self.size), colour)
+        canvas.paste(self.resize_to(image, *size[::-1]))
+        return self.array(canvas)
+
     def cut(self, values: NDArray[np.float32], small: NDArray[np.float32]) -> NDArray[np.float32]:
         """Squares of a picture, row by row, then the whole picture; float32, (squares + 1, channels, size, size)."""
         down, across = (side // self.size for side in values.shape[1:])
@@ -125,6 +131,9 @@ class TilePixels(CutPixels):
     def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
         """Reads a run's settings; ConfigError as :meth:`whole_picture`, or for bounds that no tile keeps."""
         whole, folder = cls.whole_picture(data, model, "tiles")
+        if data.min_pixels != "auto" and cls.kind is not Tiles:
+            reason = f"a {cls.kind.__name__.lower()} has no fewest tiles"
+            raise ConfigError("data.min_pixels", data.min_pixels, "leave it out", reason)
         area = whole.size**2
         fewest, most = folder.get("min_patches") or 1, folder.get(cls.most_field) or cls.usual_most
         if data.min_pixels != "auto":
@@ -191,8 +200,6 @@ class CanvasPixels(TilePixels):
 
     @classmethod
     def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
-        if data.min_pixels != "auto":
-            raise ConfigError("data.min_pixels", data.min_pixels, "leave it out", "a canvas has no fewest tiles")
         if preprocessor(model).get("resize_to_max_canvas"):
             fix = "set resize_to_max_canvas to false in its preprocessor_config.json"
             raise ConfigError("model.path", model.path, fix, "the model would be given the largest canvas")
@@ -208,10 +215,8 @@ class CanvasPixels(TilePixels):
     def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
         (image,) = images
         down, across = self.parts.places(image.height, image.width)
-        height, width = self.parts.scaled_size(image.height, image.width)
-        canvas = pillow().new(image.mode, (across * self.size, down * self.size))
-        canvas.paste(self.resize_to(image, width, height))
-        values = self.array(canvas)
+        size = self.parts.scaled_size(image.height, image.width)
+        values = self.lay_out(image, size, down, across, "black")
         if down * across == 1:
             return values[None]
         return self.cut(values, self.array(self.resize_to(image, self.size, self.size)))
@@ -228,12 +233,6 @@ class MosaicPixels(TilePixels):
     most_field: ClassVar[str] = "dynamic_hd"
 
     @classmethod
-    def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
-        if data.min_pixels != "auto":
-            raise ConfigError("data.min_pixels", data.min_pixels, "leave it out", "a mosaic has no fewest tiles")
-        return super().from_tiles(data, model)
-
-    @classmethod
     def cut_of(cls, model: ModelConfig, size: int, fewest: int, most: int) -> Tiles:
         picture_tokens_of(model, size)
         patch = int(vision_field(model, "patch_size"))
@@ -247,10 +246,8 @@ class MosaicPixels(TilePixels):
     def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
         (image,) = images
         down, across = self.parts.tiles(image.height, image.width)
-        height, width = self.parts.scaled_size(image.height, image.width)
-        mosaic = pillow().new(image.mode, (across * self.size, down * self.size), "white")
-        mosaic.paste(self.resize_to(image, width, height))
-        values = self.array(mosaic)
+        size = self.parts.scaled_size(image.height, image.width)
+        values = self.lay_out(image, size, down, across, "white")
         return self.cut(values, _every(_every(values, down, 1), across, 2))
 
 

@@ -17,35 +17,21 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
-from mgpu_pipe.data.bad_samples import describe_too_long
 from mgpu_pipe.data.cache import Progress, no_progress, run_cache
 from mgpu_pipe.data.images.image_keys import CaptionConfig, layout_of
 from mgpu_pipe.data.images.prepare_images import PreparedImages, add_figures, scan_images
 from mgpu_pipe.data.images.scan_images import LabelledImages
 from mgpu_pipe.data.prepared_splits import stored_names
 from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.text.caption_tokens import (
-    TABLE,
-    are_too_long,
-    lengths_folder,
-    refuse_long_captions,
-    tokenize_captions,
-    with_end_of_text,
-)
+from mgpu_pipe.data.text.caption_tokens import TABLE, PreparedWithCaptions, are_too_long, tokenize_captions
 from mgpu_pipe.data.text.token_store import load_array
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedCaptions(PreparedImages):
+class PreparedCaptions(PreparedWithCaptions, PreparedImages):
     """Everything a worker needs to load pictures with captions; :func:`prepare_captions` makes it."""
 
     kind: ClassVar[str] = "captioned_images"
-
-    table: Path
-    """Folder with the tokens of the training pictures' captions."""
-    held_out_table: Path
-    end_of_text: int
-    on_too_long: str = "truncate"
 
     def samples(
         self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
@@ -70,9 +56,6 @@ class PreparedCaptions(PreparedImages):
         numbers: NDArray[np.int64] = load_array(self.folder_of(split) / "labels.npy")[self.pictures(split)]
         return numbers
 
-    def table_of(self, split: Split) -> Path:
-        return self.table if split == "train" else self.held_out_table
-
     def held_out_prompts(self, data: DataConfig) -> tuple[list[str], NDArray[np.int64]] | None:
         """Names of the held-out pictures' classes, and the tokens of their captions by all templates, (classes,
         templates, seq_len); None where the pictures have captions of their own."""
@@ -83,12 +66,6 @@ class PreparedCaptions(PreparedImages):
         tokens = load_array(self.held_out_table / TABLE).astype(np.int64)
         return names, tokens.reshape(len(names), len(data.captions), -1)
 
-    def is_here(self) -> bool:
-        return super().is_here() and all(lengths_folder(table).exists() for table in (self.table, self.held_out_table))
-
-    def too_long(self, data: DataConfig) -> str:
-        return describe_too_long(self.too_long_samples, "captions", self.on_too_long, f"data.seq_len={data.seq_len}")
-
     def amounts(self) -> list[tuple[int, str]]:
         samples = sum(len(load_array(folder / "labels.npy")) for folder in self.folders)
         captions = [(samples, "captions")] if samples > self.num_pictures else []
@@ -97,10 +74,6 @@ class PreparedCaptions(PreparedImages):
 
     def model_fields(self) -> dict[str, Any]:
         return {}
-
-    def complete_model(self, model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
-        """Adds the end-of-text token: CLIP pools a caption at that token, so the model must know it."""
-        return with_end_of_text(model, self.end_of_text)
 
 
 class CaptionedImages(LabelledImages):
@@ -146,18 +119,9 @@ def prepare_captions(
     ways = ways_to_say(data)
     texts = {folder: _captions(folder, ways) for folder in dict.fromkeys((scan.folder, scan.held_out_folder))}
     with run_cache(data) as cache:
-        tokenizer, tables = tokenize_captions(model, data, objective, texts, cache, report)
-    known = PreparedCaptions(
-        **scan.fields(),
-        classes=[],
-        tokenizer_folder=tokenizer.folder,
-        table=tables[scan.folder],
-        held_out_table=tables[scan.held_out_folder],
-        end_of_text=tokenizer.eos_token_id,
-        on_too_long="truncate" if data.on_too_long == "auto" else data.on_too_long,
-    )
-    refuse_long_captions(data, tables.values())
-    long = sum(int(known.long_captions(split).sum()) for split in ("train", "validation"))
+        captions, tables = tokenize_captions(model, data, objective, texts, cache, report)
+    known = PreparedCaptions(**scan.fields(), classes=[], **captions)
+    long = known.count_long()
     dropped = ["drop"] if long and known.on_too_long == "drop" else []
     seen = (scan.seen, *(table.name for table in tables.values()), *dropped)
     return add_figures(replace(known, too_long_samples=long), data, seen, scan)

@@ -29,9 +29,9 @@ from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_to
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.data_source import held_out_data
 from mgpu_pipe.data.images.chat_source import ChatSource
-from mgpu_pipe.data.images.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
+from mgpu_pipe.data.images.grids import chat_pixels, known_shapes, places_of_shapes, shapes_in
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels, picture_tokens_of
+from mgpu_pipe.data.images.parts import picture_tokens_of
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import StoredClips
 from mgpu_pipe.data.images.visual_inputs import (
@@ -52,6 +52,16 @@ from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 
 _FORMAT = 1
+CUTS: dict[str, type[Any]] = {
+    "grid": Grid,
+    "parts": Parts,
+    "tiles": Tiles,
+    "canvas": Canvas,
+    "mosaic": Mosaic,
+    "rows": RowGrid,
+    "pooled": PooledGrid,
+}
+"""Class of each cut of pictures, by its field in :class:`PreparedPictureChats`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,11 +249,9 @@ class PreparedPictureChats(PreparedRows):
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        kinds: dict[str, type[Any]] = {"grid": Grid, "parts": Parts, "tiles": Tiles, "rows": RowGrid}
-        window = FrameMel if "extractor" in (value.get("window") or {}) else LogMel
-        kinds |= {"canvas": Canvas, "mosaic": Mosaic, "pooled": PooledGrid, "window": window}
-        cut = {name: kind(**value[name]) for name, kind in kinds.items() if value.get(name)}
-        return super().from_dict({**value, **cut})
+        kinds = {**CUTS, "window": FrameMel if "extractor" in (value.get("window") or {}) else LogMel}
+        built = {name: kind(**value[name]) for name, kind in kinds.items() if value.get(name)}
+        return super().from_dict({**value, **built})
 
 
 def prepare_picture_chats(
@@ -257,16 +265,14 @@ def prepare_picture_chats(
     """
     assert isinstance(data, PictureChatConfig)
     pixels = chat_pixels(data, model)
-    grid = pixels.grid if isinstance(pixels, GridPixels) else None
-    parts = pixels.parts if isinstance(pixels, PartPixels) else None
-    tiles = pixels.parts if isinstance(pixels, TilePixels) else None
-    patches = pixels.parts if isinstance(pixels, PatchPixels) else None
-    of_one, native = parts or tiles, grid is not None or patches is not None
+    cut: Any = getattr(pixels, "grid", None) or getattr(pixels, "parts", None)
     window = chat_window(model)
     kind = str(model.type or model_field(model, "model_type"))
     sees = family_of(kind).sight is not None or window is None
-    uncounted = native or not sees
-    tokens = of_one.tokens if of_one else 0 if uncounted else picture_tokens_of(model, pixels.size)
+    if isinstance(cut, Parts | Tiles):
+        tokens = cut.tokens
+    else:
+        tokens = picture_tokens_of(model, pixels.size) if cut is None and sees else 0
     report = progress or no_progress
     with run_cache(data) as cache:
         sources = _open_sources(model, data, pixels, cache, report)
@@ -304,11 +310,7 @@ def prepare_picture_chats(
         image_token_id=image,
         video_token_id=video,
         tokens_a_picture=tokens,
-        grid=grid,
-        parts=parts,
-        **_field_of(tiles),
-        rows=patches if isinstance(patches, RowGrid) else None,
-        pooled=patches if isinstance(patches, PooledGrid) else None,
+        **{name: cut for name, kind in CUTS.items() if type(cut) is kind},
         opener=opener,
         num_conversations=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
         packing=resolve_packing(model, data, objective),
@@ -316,12 +318,6 @@ def prepare_picture_chats(
         told=notes.summary(),
     )
     return _add_figures(known, data, pixels)
-
-
-def _field_of(tiles: Tiles | None) -> dict[str, Any]:
-    """The field of :class:`PreparedPictureChats` that holds this cut."""
-    kinds: dict[str, type[Tiles]] = {"tiles": Tiles, "canvas": Canvas, "mosaic": Mosaic}
-    return {name: tiles for name, kind in kinds.items() if type(tiles) is kind}
 
 
 def _open_sources(

@@ -5,8 +5,9 @@ The cache keeps the captions of a folder of pictures or recordings as ``captions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
-from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
+from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of
 from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.data.prepared_splits import PreparedSplits
+from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import Row
 from mgpu_pipe.data.text.pair_template import RowEncoder
@@ -30,6 +33,41 @@ _AT_ONCE = 1024
 """Captions encoded at once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedWithCaptions(PreparedSplits):
+    """Base of prepared pictures or recordings with captions."""
+
+    table: Path
+    """Folder with the tokens of the training samples' captions."""
+    held_out_table: Path
+    end_of_text: int
+    on_too_long: str = "truncate"
+
+    @abstractmethod
+    def long_captions(self, split: Split) -> NDArray[np.bool_]:
+        """Which samples of a split have a caption that does not fit, (samples,)."""
+
+    def count_long(self) -> int:
+        """Number of samples of both splits with a caption that does not fit."""
+        return sum(int(self.long_captions(split).sum()) for split in ("train", "validation"))
+
+    def table_of(self, split: Split) -> Path:
+        return self.table if split == "train" else self.held_out_table
+
+    def is_here(self) -> bool:
+        return super().is_here() and all(lengths_folder(table).exists() for table in (self.table, self.held_out_table))
+
+    def too_long(self, data: DataConfig) -> str:
+        return describe_too_long(self.too_long_samples, "captions", self.on_too_long, f"data.seq_len={data.seq_len}")
+
+    def complete_model(self, model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
+        """Adds the end-of-text id to the text tower, where it is new or of a family that needs to be given it."""
+        if model.path is not None and not family_of(str(model_field(model, "model_type"))).caption_mask:
+            return model
+        text = {**model.config.get("text_config", {}), "eos_token_id": self.end_of_text}
+        return replace(model, config={**model.config, "text_config": text})
+
+
 def tokenize_captions(
     model: ModelConfig,
     data: DataConfig,
@@ -37,11 +75,15 @@ def tokenize_captions(
     texts: Mapping[Path, Sequence[str]],
     cache: Path,
     progress: Progress,
-) -> tuple[TokenizerInfo, dict[Path, Path]]:
-    """The run's tokenizer, and the folder with the tokens of each folder's captions, the training folder first.
+) -> tuple[dict[str, Any], dict[Path, Path]]:
+    """Fields of :class:`PreparedWithCaptions`, and the folder with the tokens of each folder's captions.
+
+    Args:
+        texts: captions of the training folder, then of the held-out folder if it is another.
 
     Raises:
         ConfigError: the tokenizer cannot work.
+        DataError: a caption that does not fit, with ``data.on_too_long=refuse``.
     """
     folder, first = next(iter(texts.items()))
 
@@ -50,20 +92,24 @@ def tokenize_captions(
 
     source = Source("captions", digest_of("captions", first), len(first), documents)
     tokenizer = resolve_tokenizer(model, data, objective, [(data, source)], cache, progress)
-    return tokenizer, {named: _table(model, data, each, tokenizer, cache) for named, each in texts.items()}
+    tables = {named: _table(model, data, each, tokenizer, cache) for named, each in texts.items()}
+    if data.on_too_long == "refuse":
+        lengths = [load_array(lengths_folder(table) / LENGTHS) for table in dict.fromkeys(tables.values())]
+        refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "captions"), np.concatenate(lengths))
+    fields = {
+        "tokenizer_folder": tokenizer.folder,
+        "table": tables[folder],
+        "held_out_table": [*tables.values()][-1],
+        "end_of_text": tokenizer.eos_token_id,
+        "on_too_long": "truncate" if data.on_too_long == "auto" else data.on_too_long,
+    }
+    return fields, tables
 
 
 def are_too_long(table: Path) -> NDArray[np.bool_]:
     """Which captions of a table do not fit into its rows, (captions,)."""
     long: NDArray[np.bool_] = load_array(lengths_folder(table) / LENGTHS) > load_array(table / TABLE).shape[1]
     return long
-
-
-def refuse_long_captions(data: DataConfig, tables: Iterable[Path]) -> None:
-    """DataError for a caption that does not fit, with ``data.on_too_long=refuse``."""
-    if data.on_too_long == "refuse":
-        lengths = [load_array(lengths_folder(table) / LENGTHS) for table in dict.fromkeys(tables)]
-        refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "captions"), np.concatenate(lengths))
 
 
 def _table(model: ModelConfig, data: DataConfig, texts: Sequence[str], tokenizer: TokenizerInfo, cache: Path) -> Path:
@@ -107,11 +153,3 @@ def _padding(model: ModelConfig, tokenizer: TokenizerInfo) -> int:
     padding = text.get("pad_token_id") if isinstance(text, Mapping) else None
     siglip = model.type == "siglip" or model_field(model, "model_type") == "siglip"
     return padding if siglip and isinstance(padding, int) else tokenizer.eos_token_id
-
-
-def with_end_of_text(model: ModelConfig, token: int) -> ModelConfig:
-    """``model`` with the end-of-text id in its text tower, where it is new or of a family that needs to be given it."""
-    if model.path is not None and not family_of(str(model_field(model, "model_type"))).caption_mask:
-        return model
-    text = {**model.config.get("text_config", {}), "eos_token_id": token}
-    return replace(model, config={**model.config, "text_config": text})
