@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.layout import KINDS
-from mgpu_pipe.checkpoint.save import Plan, run_on_all_ranks, shards_to_write
+from mgpu_pipe.checkpoint.save import Plan, planned_shards, run_on_all_ranks
+from mgpu_pipe.checkpoint.save_plan import RankShards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.parallel.rank_exchange import exchange_json, rank_and_size
 
@@ -25,8 +25,8 @@ ALIGNMENT = 64
 
 NOT_COPIED = "a checkpoint's values could not be copied to host memory; checkpoint.async_save=false needs none"
 
-Write = Callable[[list[LocalShard], list[LocalShard]], object]
-"""Writes the local shards of model and optimizer; see ``checkpoint.save.write``."""
+Write = Callable[[RankShards], object]
+"""Writes a rank's shards; see ``checkpoint.save.write``."""
 
 
 class HostCopies:
@@ -173,16 +173,16 @@ class BackgroundSaver:
         """Whether any rank's part of a save is still running; all ranks get the same answer."""
         return any(exchange_json(self.is_running, None))
 
-    def reserve(self, plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> None:
+    def reserve(self, plan: Plan, shards: RankShards) -> None:
         """Start to allocate memory for this rank's planned values, before the first save. Not collective."""
-        mine = _planned_shards(plan, model, optimizer)
-        self._copies.reserve([*mine[0], *mine[1]])
+        mine = planned_shards(plan, shards)
+        self._copies.reserve([*mine.model, *mine.optimizer])
 
     def before_writing(self) -> None:
         """Call this before writing values that :meth:`start` saves; only the device waits."""
         self._copies.before_writing()
 
-    def start(self, plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard], write: Write) -> None:
+    def start(self, plan: Plan, shards: RankShards, write: Write) -> None:
         """Copy this rank's planned values and start to write them, after :meth:`wait` for the previous save.
 
         The caller must not change values before :meth:`before_writing`.
@@ -191,15 +191,15 @@ class BackgroundSaver:
             CheckpointSaveError: on all ranks, if one has no memory for its copies.
         """
         assert self._thread is None and self._error is None
-        mine = _planned_shards(plan, model, optimizer)
+        mine = planned_shards(plan, shards)
         copies: list[LocalShard] = []
-        run_on_all_ranks(lambda: copies.extend(self._copies.take([*mine[0], *mine[1]])), NOT_COPIED, None)
-        parts = copies[: len(mine[0])], copies[len(mine[0]) :]
+        run_on_all_ranks(lambda: copies.extend(self._copies.take([*mine.model, *mine.optimizer])), NOT_COPIED, None)
+        copied = RankShards(copies[: len(mine.model)], copies[len(mine.model) :])
 
         def run() -> None:
             try:
                 run_on_all_ranks(self._copies.wait, NOT_COPIED, self.group)
-                write(*parts)
+                write(copied)
             except Exception as error:  # wait() passes any error to the run
                 self._error = error
 
@@ -220,14 +220,3 @@ class BackgroundSaver:
     def release(self) -> None:
         """Free the memory of the copies; call it when no save is running."""
         self._copies.release()
-
-
-def _planned_shards(
-    plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard]
-) -> tuple[list[LocalShard], list[LocalShard]]:
-    """The shards of weights and of optimizer state that the plan assigns to this rank."""
-    rank, _ = rank_and_size(None)
-    weights, state = (
-        shards_to_write(plan, rank, kind, part) for kind, part in zip(KINDS, (model, optimizer), strict=True)
-    )
-    return weights, state

@@ -18,7 +18,7 @@ from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, record_of
 from mgpu_pipe.checkpoint.live_tensors import all_finite, dtype_name, host_bytes
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
-from mgpu_pipe.checkpoint.save_plan import ShardRecord, plan_files
+from mgpu_pipe.checkpoint.save_plan import RankShards, ShardRecord, plan_files
 from mgpu_pipe.checkpoint.strict_json import canonical
 from mgpu_pipe.checkpoint.tensor_file import Entry, file_order, write_tensor_file
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
@@ -72,8 +72,9 @@ def save(
         NotFinite: on all ranks, if a weight or optimizer state is infinite or NaN on any rank. Committed steps stay,
             and the partial folder is removed.
     """
-    plan = Planner().plan(root, step, model, optimizer, group)
-    return write(root, step, plan, model, optimizer, state, config_file, group)
+    shards = RankShards(model, optimizer)
+    plan = Planner().plan(root, step, shards, group)
+    return write(root, step, plan, shards, state, config_file, group)
 
 
 class Planner:
@@ -83,14 +84,7 @@ class Planner:
         self._digests: list[str] = []
         self._plan: Plan = {}
 
-    def plan(
-        self,
-        root: Path,
-        step: int,
-        model: Sequence[LocalShard],
-        optimizer: Sequence[LocalShard],
-        group: dist.ProcessGroup | None,
-    ) -> Plan:
+    def plan(self, root: Path, step: int, shards: RankShards, group: dist.ProcessGroup | None) -> Plan:
         """The files of a save, the same on all ranks. A collective call with the arguments of :func:`save`.
 
         Raises:
@@ -101,7 +95,7 @@ class Planner:
         entries: list[ShardRecord] = []
 
         def digest() -> str:
-            entries.extend(shard_records(model, optimizer))
+            entries.extend(shard_records(shards))
             return hashlib.sha256(canonical([item.to_json() for item in entries])).hexdigest()
 
         digests = run_on_all_ranks(digest, failed, group)
@@ -116,8 +110,7 @@ def write(
     root: Path,
     step: int,
     plan: Plan,
-    model: Sequence[LocalShard],
-    optimizer: Sequence[LocalShard],
+    shards: RankShards,
     state: Mapping[str, Any],
     config_file: Path,
     group: dist.ProcessGroup | None = None,
@@ -126,8 +119,7 @@ def write(
     """Write the planned files and commit the step. A collective call over ``group``; see :func:`save`.
 
     Args:
-        model: at least the local shards of the weights that the plan assigns to this rank.
-        optimizer: at least the local shards of optimizer state that the plan assigns to this rank.
+        shards: at least those that the plan assigns to this rank.
         before_manifest: called on rank 0 after all data is on the disk and before the manifest is written.
     """
     rank, _ = rank_and_size(group)
@@ -141,7 +133,7 @@ def write(
     def write_mine() -> dict[str, Any]:
         texts = _texts(step, state, config_file) if rank == 0 else {}
         try:
-            return {"files": write_files(folder, rank, step, plan, model, optimizer, texts)}
+            return {"files": write_files(folder, rank, step, plan, shards, texts)}
         except NotFinite as error:
             return {"files": [], "not_finite": error.what}
 
@@ -202,20 +194,23 @@ def _failure(root: Path, step: int) -> str:
     return f"the checkpoint of step {step} could not be written to {root}"
 
 
-def shards_to_write(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """The local shards that the plan assigns to this rank."""
-    name = layout.tensor_file_name(kind, rank)
-    mine = {
-        tensor_slice for tensor in plan[kind].values() for tensor_slice, file in tensor.tensor_slices if file == name
-    }
-    return [shard for shard in shards if shard.tensor_slice in mine]
+def planned_shards(plan: Plan, shards: RankShards) -> RankShards:
+    """The shards that the plan assigns to this rank of the world."""
+    rank, _ = rank_and_size(None)
+
+    def take_assigned(kind: str, of_kind: Sequence[LocalShard]) -> list[LocalShard]:
+        name = layout.tensor_file_name(kind, rank)
+        mine = {part for tensor in plan[kind].values() for part, file in tensor.tensor_slices if file == name}
+        return [shard for shard in of_kind if shard.tensor_slice in mine]
+
+    return RankShards(*(take_assigned(kind, of_kind) for kind, of_kind in shards.by_kind.items()))
 
 
-def shard_records(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> list[ShardRecord]:
+def shard_records(shards: RankShards) -> list[ShardRecord]:
     """Records of this rank's shards; ValueError for a wrong shape, no data, or an unknown dtype."""
     entries: list[ShardRecord] = []
-    for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True):
-        for shard in shards:
+    for kind, of_kind in shards.by_kind.items():
+        for shard in of_kind:
             if tuple(shard.tensor.shape) != shard.tensor_slice.shape or shard.tensor.device.type == "meta":
                 raise ValueError(
                     f"{shard.tensor_slice.key} of shape {list(shard.tensor_slice.shape)} is given a tensor of shape "
@@ -226,13 +221,7 @@ def shard_records(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) 
 
 
 def write_files(
-    folder: Path,
-    rank: int,
-    step: int,
-    plan: Plan,
-    model: Sequence[LocalShard],
-    optimizer: Sequence[LocalShard],
-    texts: Mapping[str, bytes],
+    folder: Path, rank: int, step: int, plan: Plan, shards: RankShards, texts: Mapping[str, bytes]
 ) -> list[WrittenFile]:
     """Write and flush this rank's files in parallel, because each flush waits for the disk.
 
@@ -244,8 +233,8 @@ def write_files(
     """
     with ThreadPoolExecutor(len(layout.KINDS) + 1, thread_name_prefix="checkpoint-write") as pool:
         jobs = [
-            pool.submit(_write_tensors, folder, rank, step, kind, plan, shards)
-            for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True)
+            pool.submit(_write_tensors, folder, rank, step, kind, plan, of_kind)
+            for kind, of_kind in shards.by_kind.items()
         ]
         jobs.append(pool.submit(_write_texts, folder, texts))
     return [(name, record.size, list(record.sha256)) for job in jobs for name, record in job.result().items()]

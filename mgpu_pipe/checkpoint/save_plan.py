@@ -8,8 +8,20 @@ from dataclasses import dataclass
 from mgpu_pipe.checkpoint.layout import KINDS, tensor_file_name
 from mgpu_pipe.checkpoint.manifest import StoredTensor
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES
-from mgpu_pipe.checkpoint.tensor_slices import TensorSlice, tiling_fault
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
 from mgpu_pipe.errors import CheckpointSaveError
+
+
+@dataclass(frozen=True)
+class RankShards:
+    """A rank's local shards of the weights, and those of the optimizer's state, named ``<parameter>/<state key>``."""
+
+    model: Sequence[LocalShard]
+    optimizer: Sequence[LocalShard]
+
+    @property
+    def by_kind(self) -> dict[str, Sequence[LocalShard]]:
+        return dict(zip(KINDS, (self.model, self.optimizer), strict=True))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mgpu_pipe.checkpoint.background import BackgroundSaver
 from mgpu_pipe.checkpoint.left_out import LeftOut
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import NotFinite, Plan, Planner, write
+from mgpu_pipe.checkpoint.save_plan import RankShards
 from mgpu_pipe.checkpoint.selection import best, list_steps, mark_ruined, newest_valid, prune, ruined_steps
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.paths import RunPaths
@@ -162,16 +163,16 @@ class Checkpointer:
         self._clock.note_save()
         self.last_step, self._failed = step, None
         root = self._paths.checkpoints
-        model, optimizer = self._shards(strategy)
+        shards = self._shards(strategy)
         state = self._state(strategy, step, metrics)
         try:
-            plan = self._planner.plan(root, step, model, optimizer, None)
+            plan = self._planner.plan(root, step, shards, None)
             if background is not None and not last:
-                background.start(plan, model, optimizer, partial(self._write_in_background, plan, state))
+                background.start(plan, shards, partial(self._write_in_background, plan, state))
                 return
             if background is not None:
                 background.release()
-            self._write(plan, model, optimizer, state, None)
+            self._write(plan, shards, state, None)
         except CheckpointSaveError as error:
             if self._continues_after_errors and not last:
                 self._warn_of(error)
@@ -182,10 +183,10 @@ class Checkpointer:
         """Allocate the memory that asynchronous saves copy to, before the first of them, after ``step``."""
         if self._background is None or self.last_step is not None:
             return
-        model, optimizer = self._shards(strategy)
+        shards = self._shards(strategy)
         with suppress(CheckpointSaveError):  # the save will raise it
-            plan = self._planner.plan(self._paths.checkpoints, step, model, optimizer, None)
-            self._background.reserve(plan, model, optimizer)
+            plan = self._planner.plan(self._paths.checkpoints, step, shards, None)
+            self._background.reserve(plan, shards)
 
     def before_writing(self) -> None:
         """Prepare for a write to weights or optimizer state, which a save may still read. Not collective."""
@@ -214,11 +215,11 @@ class Checkpointer:
         elif error is not None and not self._was_reported(error):
             _warn(f"WARNING: {error}" + ("" if isinstance(error, NonFiniteError) else f"; {self._last_good()}"))
 
-    def _shards(self, strategy: HoldsState) -> tuple[list[LocalShard], list[LocalShard]]:
-        """Shards to save: this rank's weights, and its optimizer's state."""
+    def _shards(self, strategy: HoldsState) -> RankShards:
+        """This rank's shards to save."""
         optimizer = strategy.optimizer_shards()
         model = [shard for shard in strategy.model_shards() if shard.tensor_slice.name not in self._left_out]
-        return model, optimizer
+        return RankShards(model, optimizer)
 
     @property
     def _continues_after_errors(self) -> bool:
@@ -235,38 +236,21 @@ class Checkpointer:
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
 
-    def _write_in_background(
-        self, plan: Plan, state: dict[str, Any], model: list[LocalShard], optimizer: list[LocalShard]
-    ) -> None:
+    def _write_in_background(self, plan: Plan, state: dict[str, Any], shards: RankShards) -> None:
         assert self._background is not None
         try:
-            self._write(plan, model, optimizer, state, self._background.group)
+            self._write(plan, shards, state, self._background.group)
         except CheckpointSaveError as error:
             if self._continues_after_errors:
                 self._warn_of(error)  # now, and not only at the next save
             raise
 
-    def _write(
-        self,
-        plan: Plan,
-        model: list[LocalShard],
-        optimizer: list[LocalShard],
-        state: dict[str, Any],
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def _write(self, plan: Plan, shards: RankShards, state: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         step, samples = int(state["step"]), int(state["samples_consumed"])
         began = time.monotonic()
         try:
             self.last_path = write(
-                self._paths.checkpoints,
-                step,
-                plan,
-                model,
-                optimizer,
-                state,
-                self._paths.config,
-                group,
-                self._before_manifest,
+                self._paths.checkpoints, step, plan, shards, state, self._paths.config, group, self._before_manifest
             )
         except NotFinite as error:
             good = self._newest_followed(step if self._finite_step is None else min(step, self._finite_step))
