@@ -152,7 +152,7 @@ def build_sampler(
             # compiling for the samples' shapes would change the compiled training step
             with torch.compiler.set_stance("force_eager"):
                 samples = make_samples(config, model, folder, prepared, together=not is_whole, forward=forward)
-            strategy.settle()
+            strategy.free_gathered()
             if dist.get_rank() == 0:
                 append_samples(paths.samples, step, samples)
             return samples

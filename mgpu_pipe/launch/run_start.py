@@ -1,4 +1,4 @@
-"""How a run starts, in every world: its folder is settled and created, then its attempt is prepared and recorded."""
+"""How a run starts, in every world: its folder takes a new or a resumed run, whose attempt is prepared and recorded."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from mgpu_pipe.system.hardware import choose_threads, cpu_cores
 def begin_run(
     config: RunConfig, folder: RunFolder, command_line: CommandLine, launch_id: str = "", *, restart: bool = False
 ) -> RunFolder | None:
-    """Settle the locked folder and begin the run in it; None if the run is complete, which is printed.
+    """Resume or begin the run in its locked folder; None if the run is complete, which is printed.
 
     Args:
         launch_id: ID of the torchrun or srun that started this world; empty without one.
         restart: whether torchrun restarted this world.
     """
-    folder = run_folder.settle(folder, config.checkpoint, command_line.alone, restart=restart)
+    folder = run_folder.decide_resume(folder, config.checkpoint, command_line.alone, restart=restart)
     if run_folder.is_completed(folder, config.trainer):
         finish.print_complete(folder.paths)
         return None

@@ -231,15 +231,12 @@ class UsedParameters:
             for module, name, number in parameters:
                 gathered = module._parameters[name]
                 if gathered is not None and gathered.requires_grad and not isinstance(gathered, DTensor):
-                    gathered.register_post_accumulate_grad_hook(self._note(number))
+                    gathered.register_post_accumulate_grad_hook(partial(self._note_gradient, number))
 
         handle = unit.register_forward_pre_hook(on_first_forward)
 
-    def _note(self, number: int) -> Callable[[torch.Tensor], None]:
-        def note(_: torch.Tensor) -> None:
-            self.flags[number] = True
-
-        return note
+    def _note_gradient(self, number: int, _: torch.Tensor) -> None:
+        self.flags[number] = True
 
 
 def _modules_of_unit(unit: torch.nn.Module) -> list[torch.nn.Module]:

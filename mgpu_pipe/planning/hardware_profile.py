@@ -152,7 +152,7 @@ def networks() -> dict[str, float]:
     return content
 
 
-def load_profile(name: str, network: str | None = None, key: str = "plan.hardware") -> HardwareProfile:
+def load_profile(name: str, network: str | None = None) -> HardwareProfile:
     """A shipped profile by its name, or one of the user's by its path.
 
     Args:
@@ -161,7 +161,7 @@ def load_profile(name: str, network: str | None = None, key: str = "plan.hardwar
     Raises:
         ConfigError: no such profile, or one with nonsense.
     """
-    is_path = name.endswith((".yaml", ".yml"))
+    key, is_path = "plan.hardware", name.endswith((".yaml", ".yml"))
     if not is_path and name not in profile_names():
         plain = re.sub(r"[^a-z0-9]", "", name.lower())
         close = nearest(plain, profile_names())

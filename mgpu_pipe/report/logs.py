@@ -29,11 +29,6 @@ def redact_override(text: str) -> str:
     return f"{key}={HIDDEN}" if separator and SECRET_KEY.search(key) and _is_written_out(value) else text
 
 
-def redact_line(text: str) -> str:
-    """A line of a log with secrets hidden; it may contain a command or a configuration."""
-    return re.sub(r"[^\s=:]+[=:]\s*\S+", _hide_value, text)
-
-
 def _hide_value(match: re.Match[str]) -> str:
     key, separator, value = re.split(r"([=:]\s*)", match[0], maxsplit=1)
     return f"{key}{separator}{HIDDEN}" if SECRET_KEY.search(key.strip("'\"")) and _is_written_out(value) else match[0]
@@ -92,7 +87,8 @@ def read_logs(paths: RunPaths, failed_rank: int | None, problems: list[str]) -> 
 
 def _clean(line: str) -> str:
     """A line as a terminal shows it in the end, without control sequences and secrets."""
-    return redact_line(printable(ESCAPE.sub("", line.rpartition("\r")[2]))[:LONGEST_LINE])
+    plain = printable(ESCAPE.sub("", line.rpartition("\r")[2]))[:LONGEST_LINE]
+    return re.sub(r"[^\s=:]+[=:]\s*\S+", _hide_value, plain)  # in a command or a configuration
 
 
 def _count_ranks(ranks: list[int]) -> str:

@@ -155,9 +155,10 @@ def _print_headline(summary: Mapping[str, Any]) -> None:
         reached = metric.of_loss(number(metrics.get("val/loss")))
     if math.isnan(reached):
         return
+    from rich import box
     from rich.table import Table
 
-    table = Table(box=_box(), pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column(metric.title)
     table.add_column("model", justify="right", style="bold green" if reached < unigram else "bold")
     columns = [numbers.metric(reached, metric.percent)]
@@ -221,12 +222,6 @@ def make_console() -> Console:
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False, emoji=False)
-
-
-def _box() -> Any:
-    from rich import box
-
-    return box.SIMPLE_HEAD
 
 
 LONGEST_TABLE = 30

@@ -41,7 +41,7 @@ class RunFolder:
     """The folder of this launch.
 
     Attributes:
-        is_resumed: whether this launch resumes a run in it; decided by :func:`settle`.
+        is_resumed: whether this launch resumes a run in it; decided by :func:`decide_resume`.
         created: whether this launch created the folder.
         began: whether this launch wrote the run's first files.
         note: reason why ``checkpoint.resume=auto`` starts a new run next to others of its name; empty otherwise.
@@ -101,7 +101,7 @@ def choose_folder(
     return RunFolder(RunPaths(_new_folder(runs, digits, flush=flush)), is_resumed=False, created=True, note=note)
 
 
-def settle(
+def decide_resume(
     folder: RunFolder, checkpoint: CheckpointConfig, alone: Sequence[str] = (), restart: bool = False
 ) -> RunFolder:
     """Decide, under its lock, whether the chosen folder's run is resumed or a new one starts; or refuse the folder.

@@ -50,7 +50,7 @@ class OutlivingStream:
         except OSError as error:
             self._survive(error)
 
-    def settle(self) -> None:
+    def flush_or_drop(self) -> None:
         """Flush the rest or drop it: the interpreter's last flush must not change the exit code."""
         try:
             self._stream.flush()
@@ -115,7 +115,7 @@ def outliving_streams() -> Iterator[None]:
         yield
     finally:
         for stream in streams:
-            stream.settle()
+            stream.flush_or_drop()
         sys.stdout, sys.stderr = usual
 
 

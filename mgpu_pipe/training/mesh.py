@@ -218,7 +218,7 @@ class MeshStrategy(EngineStrategy):
             total = torch.zeros((), dtype=torch.float64, device=self._device)
             for part in parts:
                 total = total + parallel_model.evaluate(part)
-        parallel_model.settle()
+        parallel_model.free_gathered()
         return total if parallel_model.counts_its_loss else torch.zeros_like(total)
 
     def _as_many_as_any(self, micro_batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
@@ -251,8 +251,8 @@ class MeshStrategy(EngineStrategy):
         config = cast(Any, self.objective.model).config
         return SamplingForward(partial(pipeline_forward, pipeline, self.objective), can_cache_stages(config))
 
-    def settle(self) -> None:
-        self.parallel_model.settle()
+    def free_gathered(self) -> None:
+        self.parallel_model.free_gathered()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class MeshStrategy(EngineStrategy):
         micro-batches that a stage holds at once. They are unknown where blocks are compiled. Gradients are those after
         the first step batch.
         """
-        self.parallel_model.settle()
+        self.parallel_model.free_gathered()
         kind = self._device.type
         states = [v for optimizer in self.optimizers for state in optimizer.state.values() for v in state.values()]
         return {

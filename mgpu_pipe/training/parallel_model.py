@@ -151,7 +151,7 @@ class ParallelModel:
             **{f"experts/{name}": count for name, count in zip(names, counts, strict=True)},
         }
 
-    def settle(self) -> None:
+    def free_gathered(self) -> None:
         """Restore the sharded fp32 parameters after a forward pass without backward, which leaves compute copies."""
         forget_sequences()
         if self.sharded is not None:

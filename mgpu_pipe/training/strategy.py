@@ -217,30 +217,30 @@ class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
     @contextmanager
     def _average_in_place(self) -> Iterator[None]:
         """A context in which every forward pass uses the averaged weights."""
-        self.settle()
+        self.free_gathered()
         with self.average.in_place(self.optimizers[0]):
             yield
-            self.settle()
+            self.free_gathered()
 
     def zero_gradients(self) -> None:
         self.objective.zero_grad()
 
-    def settle(self) -> None:
-        """Drop what a forward pass without a backward pass leaves in place, e.g. gathered weights."""
+    def free_gathered(self) -> None:
+        """Free the weights that a forward pass without a backward pass leaves gathered."""
 
     def model_shards(self) -> list[LocalShard]:
         """This rank's parts of the (master) weights, as live tensors."""
-        self.settle()
+        self.free_gathered()
         return model_shards(self.objective.model)
 
     def optimizer_shards(self) -> list[LocalShard]:
         """This rank's parts of the optimizer state, as live tensors."""
-        self.settle()
+        self.free_gathered()
         return optimizer_shards(self.objective.model, self.optimizers[0])
 
     def gradient_shards(self) -> list[LocalShard]:
         """This rank's parts of the gradients, as live tensors."""
-        self.settle()
+        self.free_gathered()
         return gradient_shards(self.objective.model)
 
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:

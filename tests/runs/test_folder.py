@@ -23,7 +23,7 @@ from mgpu_pipe.runs.environment import write_environment
 from mgpu_pipe.runs.history import write_summary
 from mgpu_pipe.runs.latest import newest_run
 from mgpu_pipe.runs.record import begin, keep_attempt_config, next_attempt, record_launch
-from mgpu_pipe.runs.run_folder import RunFolder, choose_folder, is_completed, settle, writing_to
+from mgpu_pipe.runs.run_folder import RunFolder, choose_folder, decide_resume, is_completed, writing_to
 
 
 def config_in(root: Path, resume: str = "none", folder: Path | None = None, **trainer: int) -> RunConfig:
@@ -46,7 +46,7 @@ def chosen(config: RunConfig) -> RunFolder:
     """As a launch does it, which holds the lock in between."""
     folder = choose_folder(config)
     folder.paths.lock.touch()
-    return settle(folder, config.checkpoint)
+    return decide_resume(folder, config.checkpoint)
 
 
 def leave_run(folder: Path, created: float, config: RunConfig | None = None, **entries: object) -> RunPaths:
@@ -87,12 +87,12 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path,
 def test_a_folder_in_which_another_launch_trained_after_it_was_chosen_is_refused(tmp_path: Path) -> None:
     config = config_in(tmp_path, folder=tmp_path / "run")
     folder = choose_folder(config)
-    settle(folder, config.checkpoint)
+    decide_resume(folder, config.checkpoint)
     freeze(config, folder.paths.config)
-    settle(folder, config.checkpoint)  # not a step was trained: nothing is lost
+    decide_resume(folder, config.checkpoint)  # not a step was trained: nothing is lost
     folder.paths.metrics.write_text("step\n1\n")
     with pytest.raises(RunFolderError, match=r"a run has trained in this folder; .* mgpu-pipe seed=2 run.dir=/"):
-        settle(folder, config.checkpoint, ["seed=2"])
+        decide_resume(folder, config.checkpoint, ["seed=2"])
 
 
 def test_a_refused_launch_takes_back_what_it_wrote(tmp_path: Path) -> None:

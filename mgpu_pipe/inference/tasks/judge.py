@@ -82,7 +82,7 @@ class Judge:
                 batch_size=task.batch_size,
             )
         if strategy is not None:
-            strategy.settle()
+            strategy.free_gathered()
         return answers if self.chat is not None else [text.strip().partition("\n")[0] for text in answers]
 
     def encode_choice(self, prompt: str, choice: str) -> tuple[list[int], list[int]]:

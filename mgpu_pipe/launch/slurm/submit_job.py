@@ -178,7 +178,7 @@ def submit(config: RunConfig, command_line: CommandLine) -> Submitted:
     check_commands()
     folder = run_folder.choose_folder(config, swept=command_line.swept)
     with RunLock(folder.paths.lock):
-        folder = run_folder.settle(folder, config.checkpoint, command_line.alone)
+        folder = run_folder.decide_resume(folder, config.checkpoint, command_line.alone)
         paths = folder.paths
         check_folder(config.run, paths.root)
         if run_folder.is_completed(folder, config.trainer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -195,7 +196,7 @@ class DeepSpeedStrategy(EngineStrategy):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._used[name] = 0.0
-                parameter.register_post_accumulate_grad_hook(self._mark(name))
+                parameter.register_post_accumulate_grad_hook(partial(self._mark_used, name))
         self._frozen = FrozenWeights(model)
         self._take_initial_values()
 
@@ -210,11 +211,8 @@ class DeepSpeedStrategy(EngineStrategy):
         self.frozen_weights.keep(self._initial)
         self._initial = {}
 
-    def _mark(self, name: str) -> Callable[[torch.Tensor], None]:
-        def mark(parameter: torch.Tensor) -> None:
-            self._used[name] = 1.0
-
-        return mark
+    def _mark_used(self, name: str, parameter: torch.Tensor) -> None:
+        self._used[name] = 1.0
 
     # -- one step -----------------------------------------------------------------------------------------------
 
