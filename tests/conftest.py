@@ -12,6 +12,7 @@ import sysconfig
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from mgpu_pipe.launch.deepspeed_build import prepare_extensions
 from mgpu_pipe.system.hardware import limit_threads
 from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from tests.support.needs import need_nvme, need_torch_compile
+from tests.support.processes import share_server, start_server
 from tests.support.program import check_from_server
 from tests.support.shared_conf import share_conf
 from tests.support.tables import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown  # noqa: F401  pytest finds hooks here
@@ -41,9 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compile the package and the tests once: some thousand processes import them, and PYTHONDONTWRITEBYTECODE may be
     set. Pytest keeps what it makes of the tests' assertions, whose rewriting takes a third of collection."""
     sys.dont_write_bytecode = False
-    if not hasattr(config, "workerinput"):
-        for folder in (Path(mgpu_pipe.__file__).parent, Path(__file__).parent):
-            compileall.compile_dir(folder, quiet=2, workers=0)
+    if hasattr(config, "workerinput"):
+        share_server(config.workerinput["fork_server"])
+        return
+    for folder in (Path(mgpu_pipe.__file__).parent, Path(__file__).parent):
+        compileall.compile_dir(folder, quiet=2, workers=0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of xdist fork from one server: its imports take a quarter of a minute."""
+    node.workerinput["fork_server"] = start_server()
 
 
 LONGEST = (

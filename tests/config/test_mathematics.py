@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 
+from mgpu_pipe.config import plugins
 from mgpu_pipe.config.convert import schema_keys
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.identity import FREE
@@ -22,7 +24,8 @@ MIXED = ("model", "data", "objective")
 
 
 @pytest.mark.slow
-def test_every_key_of_the_schema_has_a_kind() -> None:
+def test_every_key_of_the_schema_has_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "entry_points", functools.cache(plugins.entry_points))  # a scan takes 10 ms
     for key, hint in schema_keys():
         if not (isinstance(hint, type) and is_dataclass(hint)):
             assert isinstance(identity_of(key), Identity), f"state what {key} is to a run in the metadata of its field"

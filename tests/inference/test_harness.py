@@ -16,6 +16,7 @@ from mgpu_pipe.inference.harness import harness_settings
 from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.support.command import mgpu
+from tests.support.sampling import one_in
 
 TASKS = ("words_choice", "words_next", "words_text")
 STRATEGIES = {"ddp": ("strategy=ddp",), "tp": ("strategy=tp",), "fsdp": ("strategy=fsdp",), "pp": ("strategy=pp",)}
@@ -139,7 +140,7 @@ def test_one_process_gives_the_harness_own_figures(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", one_in(2, STRATEGIES))
 def test_every_strategy_gives_them(
     place: Path, expected: dict[str, Any], strategy: str, tmp_path: Path, cache: Path
 ) -> None:

@@ -29,6 +29,20 @@ SMALL: dict[str, object] = {
     "activation_dropout": 0.0,
 }
 """Sizes under every name that a family may give them."""
+TOWERS: dict[str, dict[str, object]] = {
+    "phi4_multimodal": {
+        "vision_config": {
+            **{"image_size": 16, "crop_size": 16, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48},
+            **{"num_hidden_layers": 3, "num_attention_heads": 4},
+        },
+        "audio_config": {
+            **{"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 4},
+            **{"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 8},
+            **{"input_size": 8, "time_reduction": 2, "bias_max_distance": 16},
+        },
+    }
+}
+"""Towers of families whose default towers are large."""
 
 
 def tiny_model(model_type: str, **config: object) -> ModelConfig:
@@ -39,7 +53,8 @@ def tiny_model(model_type: str, **config: object) -> ModelConfig:
     sizes = {name: value for name, value in SMALL.items() if name in own}
     if "num_local_experts" in own:
         sizes.pop("num_experts", None)
-    return ModelConfig(name=f"{model_type}_tiny", type=model_type, config={**sizes, **config})
+    config = {**sizes, **TOWERS.get(model_type, {}), **config}
+    return ModelConfig(name=f"{model_type}_tiny", type=model_type, config=config)
 
 
 def write_folder(model: PreTrainedModel, out: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -123,8 +123,7 @@ CONTRACTS = {
             strategy=tp @electra; strategy=zero3 @electra; strategy=fsdp @roberta1; strategy=tp @xlmr;
             strategy=ddp precision=bf16 @modernbert
         2: strategy=zero3 @deberta
-        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
-        4 slow: strategy=fsdp strategy.tp=2
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
         """,
         target="bert.encoder.layer.1.output.dense",
     ),
@@ -261,8 +260,9 @@ CONTRACTS = {
             strategy=tp @whole peft=lora peft.targets=[vision,language] peft.train_also=[projector];
             strategy=tp @whole model.config.vision_feature_layer=[-2,-1] strategy.activation_checkpointing=selective;
             strategy=fsdp strategy.parts.activation_checkpointing=full
-        4 slow: strategy=fsdp strategy.pp=2; strategy=pp strategy.pp=2 strategy.tp=2 @whole
-        4 exhaustive: strategy=fsdp strategy.tp=2; strategy.pp=2 strategy=ddp; strategy.pp=2 strategy=pp strategy.tp=2;
+        4 slow: strategy=pp strategy.pp=2 strategy.tp=2 @whole
+        4 exhaustive: strategy=fsdp strategy.pp=2;
+            strategy=fsdp strategy.tp=2; strategy.pp=2 strategy=ddp; strategy.pp=2 strategy=pp strategy.tp=2;
             strategy=pp strategy.pp=2 strategy.tp=2 strategy.pipeline.schedule=zbv @four_layers @whole
         """,
     ),
@@ -296,8 +296,7 @@ CONTRACTS = {
             model=gemma4_tiny strategy=single data.micro_batch_size=2;
             model=llama4_tiny strategy=single data.micro_batch_size=2;
             model=phi4_multimodal_tiny strategy=single data.micro_batch_size=2
-        2 slow: model=gemma3_tiny strategy=tp; model=llama4_tiny strategy=fsdp;
-            model=phi4_multimodal_tiny strategy=fsdp
+        2 slow: model=gemma3_tiny strategy=tp; model=llama4_tiny strategy=fsdp
         2 exhaustive: model=gemma3_tiny strategy=ddp data.micro_batch_size=2; model=gemma3_tiny strategy=fsdp;
             model=gemma3_tiny strategy=zero3; model=gemma3_tiny strategy=pp; model=gemma3_tiny strategy=fsdp @adapters;
             model=internvl_tiny strategy=ddp data.micro_batch_size=2; model=internvl_tiny strategy=fsdp;
@@ -312,7 +311,7 @@ CONTRACTS = {
             model=llama4_tiny strategy=ddp data.micro_batch_size=2; model=llama4_tiny strategy=zero3;
             model=llama4_tiny strategy=pp; model=llama4_tiny strategy=tp; model=llama4_tiny strategy=tp @whole;
             model=llama4_tiny strategy=fsdp @adapters;
-            model=phi4_multimodal_tiny strategy=ddp data.micro_batch_size=2;
+            model=phi4_multimodal_tiny strategy=ddp data.micro_batch_size=2; model=phi4_multimodal_tiny strategy=fsdp;
             model=phi4_multimodal_tiny strategy=zero2;
             model=phi4_multimodal_tiny strategy=tp;
             model=phi4_multimodal_tiny strategy=fsdp precision=bf16 @adapters;
@@ -340,7 +339,8 @@ CONTRACTS = {
     "recordings": Contract(
         "objective=vision_language model=qwen2_audio_tiny data.packing=none",
         """
-        1: strategy=single data.micro_batch_size=2; model=voxtral_tiny strategy=single data.micro_batch_size=2
+        1: strategy=single data.micro_batch_size=2
+        1 exhaustive: model=voxtral_tiny strategy=single data.micro_batch_size=2
         2 slow: strategy=fsdp; model=voxtral_tiny strategy=zero3
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=zero2; strategy=pp; strategy=tp;
             strategy=fsdp @adapters; model=voxtral_tiny strategy=fsdp; model=voxtral_tiny strategy=pp;
@@ -371,9 +371,9 @@ CONTRACTS = {
         4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2;
             model=qwen25_vl_tiny strategy=fsdp strategy.pp=2; model=qwen3_vl_tiny strategy=fsdp strategy.tp=2 @whole;
             model=qwen25_vl_tiny strategy=pp strategy.pp=2 strategy.tp=2 @whole
-        2 slow: model=qwen3_vl_tiny strategy=tp @adapters;
-            model=qwen3_vl_tiny strategy=tp @whole trainer.gradient_clip_val=0.1
-        2 exhaustive: model=qwen3_vl_tiny strategy=zero3; model=qwen3_vl_tiny strategy=tp @whole @adapters;
+        2 slow: model=qwen3_vl_tiny strategy=tp @whole trainer.gradient_clip_val=0.1
+        2 exhaustive: model=qwen3_vl_tiny strategy=tp @adapters;
+            model=qwen3_vl_tiny strategy=zero3; model=qwen3_vl_tiny strategy=tp @whole @adapters;
             model=qwen25_vl_tiny strategy=tp @whole strategy.activation_checkpointing=full;
             model=qwen3_vl_tiny strategy=tp @whole precision=bf16; model=qwen3_vl_tiny strategy=fsdp @moe;
             model=qwen3_vl_tiny strategy=tp @moe; model=qwen3_vl_tiny strategy=tp @moe @whole;
@@ -418,9 +418,8 @@ CONTRACTS = {
         "objective=dpo data=preferences_jsonl model=llama_tiny",
         """
         1 exhaustive: strategy=single objective.loss_chunk_tokens=0
-        2: strategy=ddp objective.loss=ipo; strategy=fsdp precision=bf16; strategy=pp;
-            strategy=cp objective.label_smoothing=0.1
-        2 exhaustive: strategy=cp; strategy=fsdp objective.label_smoothing=0.1;
+        2: strategy=ddp objective.loss=ipo; strategy=fsdp precision=bf16; strategy=cp objective.label_smoothing=0.1
+        2 exhaustive: strategy=pp; strategy=cp; strategy=fsdp objective.label_smoothing=0.1;
             strategy=tp strategy.sequence_parallel=true; strategy=zero3; strategy=zero1; strategy=zero2;
             strategy=cp strategy.context.method=ulysses objective.loss=ipo;
             strategy=tp peft=lora; strategy=fsdp @live; strategy=cp @live; strategy=zero3 @live;
@@ -432,10 +431,11 @@ CONTRACTS = {
         "objective=text_embedding data=stdlib_pairs model=bert_tiny",
         """
         1 exhaustive: strategy=single objective.symmetric=true
-        2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.pooling=cls objective.matryoshka_sizes=[4];
+        2: strategy=fsdp objective.pooling=cls objective.matryoshka_sizes=[4];
             strategy=zero3 objective.symmetric=true; strategy=tp @modernbert;
             strategy=ddp objective.loss=margin_mse data.micro_batch_size=2
-        2 exhaustive: strategy=tp; strategy=zero1; strategy=zero2 objective.mask_equal=false;
+        2 exhaustive: strategy=ddp data.micro_batch_size=2;
+            strategy=tp; strategy=zero1; strategy=zero2 objective.mask_equal=false;
             strategy=ddp objective.mask_margin=0.1 objective.symmetric=true;
             strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;
             strategy=fsdp peft=lora; strategy=ddp precision=bf16;
@@ -500,8 +500,8 @@ CONTRACTS = {
         "objective=reward data=preferences_jsonl model=llama_tiny model.config.pad_token_id=0",
         """
         1 exhaustive: strategy=single objective.center_weight=0.1
-        2: strategy=fsdp objective.center_weight=0.1; strategy=tp
-        2 exhaustive: strategy=fsdp; strategy=zero3; strategy=ddp data.micro_batch_size=2; strategy=zero1;
+        2: strategy=fsdp objective.center_weight=0.1
+        2 exhaustive: strategy=tp; strategy=fsdp; strategy=zero3; strategy=ddp data.micro_batch_size=2; strategy=zero1;
             strategy=zero2;
             strategy=fsdp precision=bf16; strategy=ddp model=bert_tiny;
             strategy=fsdp peft=lora peft.train_also=[score.weight]

@@ -27,7 +27,8 @@ CELLS = [cell for name, contract in CONTRACTS.items() for cell in contract.param
 
 
 def test_no_objective_is_left_out() -> None:
-    tried = {composed(*contract.words.split()).objective.name for contract in CONTRACTS.values()}
+    words = {word for contract in CONTRACTS.values() for word in contract.words.split()}
+    tried = {composed(word).objective.name for word in words if word.startswith("objective=")}
     assert tried == set(plugins.OBJECTIVES) - {"causal_lm"}, "tests/strategies tries that of all families"
 
 
@@ -58,7 +59,7 @@ def spoiled(config: RunConfig, target: str) -> list[Worst]:
     return worst_of(compare(config, on_start=spoil))
 
 
-@pytest.mark.parametrize("name", one_in(2, [name for name, contract in CONTRACTS.items() if contract.target]))
+@pytest.mark.parametrize("name", one_in(5, [name for name, contract in CONTRACTS.items() if contract.target]))
 def test_a_planted_error_is_found(name: str) -> None:
     contract = CONTRACTS[name]
     config = small_run(*GIVEN, *contract.words.split(), "trainer.devices=2", "strategy=fsdp")

@@ -196,7 +196,8 @@ def test_a_run_from_a_base_run_is_measured_with_its_weights(monkeypatch: pytest.
 @pytest.mark.slow
 def test_tries_that_run_out_of_memory_end_in_a_smaller_one(cache: Path, tmp_path: Path) -> None:
     limit = 1_000_000_000
-    words = ["model=llama_tiny", "data.seq_len=512", "data.global_batch_size=31", "data.validation_max_samples=2"]
+    words = ["model=llama_tiny", "data=synthetic", "data.synthetic.num_documents=400", "data.seq_len=512"]
+    words += ["data.global_batch_size=31", "data.validation_max_samples=2", "data.tokenize_workers=1"]
     process = start(
         cache,
         tmp_path,

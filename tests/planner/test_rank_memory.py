@@ -108,7 +108,7 @@ SMALL = ("model=llama_small", "data.seq_len=256", "data.micro_batch_size=2", "tr
 @pytest.mark.parametrize(
     "overrides",
     one_in(
-        2,
+        4,
         [
             "precision=bf16 strategy.activation_checkpointing=full",
             "precision=fp32",

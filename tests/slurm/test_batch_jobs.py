@@ -14,7 +14,7 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.settings import JobSettings, ScoreSettings
 from mgpu_pipe.launch.batch_job import _check_progress
 from tests.inference.support import write_run, write_texts
-from tests.support.command import mgpu, start
+from tests.support.command import launched, mgpu
 from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
@@ -41,9 +41,23 @@ def place(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_nodes_answer_what_a_process_answers(cluster: Cluster, cache: Path, place: Path) -> None:
-    job = submit(cache, place, "nodes.jsonl", "trainer.num_nodes=2")
-    assert cluster.ended(job, place / "nodes.jsonl.slurm") == "COMPLETED"
+def test_two_nodes_answer_what_a_process_answers_or_end_with_a_line(cluster: Cluster, cache: Path, place: Path) -> None:
+    """One job answers; another cannot, and others are refused before they are submitted."""
+    (place / "texts.jsonl").write_text('{"text": "the"}\n')
+    good = submit(cache, place, "nodes.jsonl", "trainer.num_nodes=2")
+    bad = submit(cache, place, "bad.jsonl", "trainer.num_nodes=2", prompts="texts.jsonl")
+    words = ["generate", "run", "--input", "prompts.jsonl", *WORDS, *SLURM]
+    refused = mgpu(cache, place, *words, "--output", "whole.jsonl", code=2)
+    assert "whole.jsonl: exists already" in refused
+    refused = mgpu(cache, place, *words, "--output", "no.jsonl", "launch.partition=nowhere", code=2)
+    assert "launch.partition=nowhere: SLURM answers: " in refused
+    assert not list(place.glob("no.jsonl*"))
+
+    assert cluster.ended(bad, place / "bad.jsonl.slurm") == "FAILED"
+    assert "Restarts=0" in cluster.ask("scontrol", "show", "job", bad)
+    log = cluster.log(place / "bad.jsonl.slurm")
+    assert "texts.jsonl:1: has neither prompt nor messages" in log
+    assert cluster.ended(good, place / "nodes.jsonl.slurm") == "COMPLETED"
     assert (place / "nodes.jsonl").read_bytes() == (place / "whole.jsonl").read_bytes()
     assert "24 answers in " in cluster.log(place / "nodes.jsonl.slurm")
 
@@ -55,8 +69,8 @@ def test_a_job_is_followed_queued_again_and_cancelled_by_its_folder(cluster: Clu
     output = "my answers/some.jsonl"
     folder = f"{output}.slurm"
     job = submit(cache, place, output, "launch.setup=[echo begun,sleep 600]")
-    follower = start(cache, place, "jobs", "follow", folder)
-    assert follower.stdout is not None and follower.stdout.readline() == "begun\n"
+    follower = launched(cache, place, "jobs", "follow", folder)
+    assert follower.first_lines(1) == ["begun\n"]
     follower.send_signal(signal.SIGINT)
     follower.communicate(timeout=60)
     assert f"queued again: {job}" in mgpu(cache, place, "jobs", "requeue", folder)
@@ -75,21 +89,6 @@ def test_a_job_is_followed_queued_again_and_cancelled_by_its_folder(cluster: Clu
     cluster.ask("scontrol", "requeue", job)  # as SLURM does where a node is lost just then
     cluster.until(lambda: "Restarts=2" in cluster.ask("scontrol", "show", "job", job), "a third start", job)
     assert cluster.ended(job, place / folder) == "COMPLETED"
-
-
-def test_jobs_that_cannot_run_end_with_a_line(cluster: Cluster, cache: Path, place: Path) -> None:
-    (place / "texts.jsonl").write_text('{"text": "the"}\n')
-    job = submit(cache, place, "bad.jsonl", "trainer.num_nodes=2", prompts="texts.jsonl")
-    assert cluster.ended(job, place / "bad.jsonl.slurm") == "FAILED"
-    assert "Restarts=0" in cluster.ask("scontrol", "show", "job", job)
-    log = cluster.log(place / "bad.jsonl.slurm")
-    assert "texts.jsonl:1: has neither prompt nor messages" in log
-    words = ["generate", "run", "--input", "prompts.jsonl", *WORDS, *SLURM]
-    refused = mgpu(cache, place, *words, "--output", "whole.jsonl", code=2)
-    assert "whole.jsonl: exists already" in refused
-    refused = mgpu(cache, place, *words, "--output", "no.jsonl", "launch.partition=nowhere", code=2)
-    assert "launch.partition=nowhere: SLURM answers: " in refused
-    assert not list(place.glob("no.jsonl*"))
 
 
 def test_a_job_may_be_submitted_again_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

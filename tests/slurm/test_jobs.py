@@ -15,7 +15,7 @@ import pytest
 from mgpu_pipe.cli import main as cli
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.launch.slurm.script import seconds
-from tests.support.command import column, start
+from tests.support.command import column, launched
 from tests.support.slurm_cluster import TINY, Cluster
 
 ONE = (*TINY, "trainer.devices=1")
@@ -56,8 +56,8 @@ def test_jobs_are_listed_followed_queued_again_and_cancelled(
     assert "/900 " in line and line.endswith(str(folder))
 
     for named in (str(folder), job):
-        follower = start(cache, shared, "jobs", "follow", named)
-        assert follower.stdout is not None and follower.stdout.readline()
+        follower = launched(cache, shared, "jobs", "follow", named)
+        assert follower.first_lines(1)
         follower.send_signal(signal.SIGINT)
         follower.communicate(timeout=60)
 

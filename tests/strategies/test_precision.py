@@ -86,7 +86,7 @@ def halved(case: Case, dims: ParallelDims) -> tuple[dict[str, float], dict[str, 
     ("stage", "micro_batches", "dims"),
     [
         (None, 2, TWO),
-        (None, 1, ParallelDims(dp_replicate=2)),
+        pytest.param(None, 1, ParallelDims(dp_replicate=2), marks=pytest.mark.exhaustive),
         pytest.param(None, 1, ParallelDims(dp_replicate=2, dp_shard=2), marks=pytest.mark.exhaustive),
         pytest.param(1, 2, TWO, marks=pytest.mark.exhaustive),
         pytest.param(2, 2, TWO, marks=pytest.mark.exhaustive),

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ PRELOAD = [
     *("mgpu_pipe.launch.local", "mgpu_pipe.launch.worker", "tests.support.preload_rest"),
 ]
 TIMEOUT_S = 240.0
+SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 def preloaded() -> Any:
@@ -35,6 +37,20 @@ def preloaded() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
+
+
+def start_server() -> str:
+    """Start the server, whose imports go on by themselves; returns its address."""
+    preloaded()
+    SERVER.ensure_running()
+    return str(SERVER._forkserver_address)
+
+
+def share_server(address: str) -> None:
+    """Let this process fork from the server of another one, which outlives it."""
+    SERVER._forkserver_address = address
+    SERVER._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
+    SERVER.ensure_running = lambda: None
 
 
 def _entry(

@@ -92,6 +92,8 @@ def _take_over(out: int, error: int, environment: Mapping[str, str]) -> None:
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", closefd=False) for fd in (1, 2))
     if "huggingface_hub.constants" in sys.modules:  # it reads the environment once, when it is imported
         importlib.reload(sys.modules["huggingface_hub.constants"])
+    if fetching := sys.modules.get("huggingface_hub.file_download"):
+        fetching.time = types.SimpleNamespace(sleep=lambda _: None)  # type: ignore[attr-defined]  # before further tries
 
 
 def _give_up_descriptors(kept: Sequence[int]) -> None:
