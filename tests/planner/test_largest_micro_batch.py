@@ -196,8 +196,9 @@ def test_a_run_from_a_base_run_is_measured_with_its_weights(monkeypatch: pytest.
 @pytest.mark.slow
 def test_tries_that_run_out_of_memory_end_in_a_smaller_one(cache: Path, tmp_path: Path) -> None:
     limit = 1_000_000_000
-    words = ["model=llama_tiny", "data=synthetic", "data.synthetic.num_documents=400", "data.seq_len=512"]
-    words += ["data.global_batch_size=31", "data.validation_max_samples=2", "data.tokenize_workers=1"]
+    words = ["model=llama_tiny", "model.config.num_hidden_layers=1", "model.config.vocab_size=16384"]
+    words += ["data=synthetic", "data.synthetic.num_documents=100", "data.tokenize_workers=1", "data.seq_len=512"]
+    words += ["data.global_batch_size=11", "data.validation_max_samples=2", "objective.loss_chunk_tokens=0"]
     process = start(
         cache,
         tmp_path,
@@ -206,5 +207,5 @@ def test_tries_that_run_out_of_memory_end_in_a_smaller_one(cache: Path, tmp_path
     )
     _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said[-3000:]
-    assert "31 does not fit" in said and "max is 1, measured" in said
+    assert "11 does not fit" in said and "max is 1, measured" in said
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["micro_batch_size"] == 1

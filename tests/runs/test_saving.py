@@ -34,7 +34,7 @@ COMMAND = (
     "launch.threads_per_worker=1",
     "trainer.progress=lines",
 )
-SLOW = ("+callbacks.disk._target_=tests.support.disk.SlowDisk", "+callbacks.disk.seconds=0.15")
+SLOW = ("+callbacks.disk._target_=tests.support.disk.SlowDisk", "+callbacks.disk.seconds=0.08")
 FULL = ("+callbacks.disk._target_=tests.support.disk.FullDisk", "+callbacks.disk.steps=[6]", "+callbacks.disk.rank=1")
 
 Start = Callable[..., JoinedRun]
@@ -70,7 +70,7 @@ def compare(folder: Path, waiting: Path) -> None:
 
 
 def test_saving_beside_training_gives_the_same_checkpoints(start: Start, waiting: Path, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", SLOW[0], "+callbacks.disk.seconds=0.05")
+    run = start(tmp_path / "run", SLOW[0], "+callbacks.disk.seconds=0.02")
     assert run.wait() == [0, 0], run.said()
     assert steps_of(tmp_path / "run") == [3, 6, 9, 12]
     compare(tmp_path / "run", waiting)
