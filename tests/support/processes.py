@@ -27,7 +27,7 @@ PRELOAD = [
     *("mgpu_pipe.launch.local", "mgpu_pipe.launch.worker", "tests.support.preload_rest"),
 ]
 TIMEOUT_S = 240.0
-SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+SERVER: Any = forkserver._forkserver
 
 
 def preloaded() -> Any:
