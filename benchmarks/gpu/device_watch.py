@@ -45,7 +45,7 @@ class Watch(FakeDevice):
         self.events.operators += self.events.counts and func.namespace != "prim" and not func.is_view
 
     def note_collective(self, func: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
-        if self.events.collective(func, tensors, leaves) == "barrier":
+        if self.events.record(func, tensors, leaves) == "barrier":
             self.events.wait("a barrier")
 
 

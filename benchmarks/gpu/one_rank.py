@@ -68,7 +68,7 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             leaves = tree_leaves(args)
-            self._events.collective(func, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], leaves)
+            self._events.record(func, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], leaves)
         return func(*args, **(kwargs or {}))
 
 

@@ -192,7 +192,7 @@ def build_engine(
         sample=sample,
         weights=weights,
         source_tokens=attempt.prepared.source_tokens(config.seed, config.data),
-        begins=clock.start,
+        before_first_step=clock.start,
     )
     return Engine(strategy, checkpointer, recorder, clock, tasks, _build_profiler(attempt), must_stop)
 

@@ -56,7 +56,7 @@ class StepRecorder(pl.Callback):
         sample: called after each closed step, on every rank; its time is not the step's.
         weights: the weights to load before the first step.
         source_tokens: counts a mixture's tokens by source, from a step's first sample and the number of its samples.
-        begins: called before the first step.
+        before_first_step: called before the first step.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StepRecorder(pl.Callback):
         sample: Callable[[int], list[dict[str, str]]] | None = None,
         weights: StartWeights | None = None,
         source_tokens: Callable[[int, int], dict[str, int]] | None = None,
-        begins: Callable[[], None] = lambda: None,
+        before_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self.max_steps = max_steps
@@ -89,7 +89,7 @@ class StepRecorder(pl.Callback):
         self._ranked = ranked
         self._mfu = model_flops_utilisation
         self._tasks, self._sample = tasks, sample
-        self._begins = begins
+        self._before_first_step = before_first_step
         self._save_due = False
         self._weights = weights or StartWeights()
         self._source_tokens = source_tokens
@@ -117,7 +117,7 @@ class StepRecorder(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._progress is not None:
             self._progress.start(self._start_step)
-        self._begins()
+        self._before_first_step()
         self._clock.start_step()
 
     def on_train_batch_start(

@@ -54,20 +54,20 @@ def too_late(save_s: float) -> bool:
         save_s: seconds that the longest save took; 0 where there was none. Two of them have to fit, for one may be
             under way, and then the run's end.
     """
-    ends = _ends()
+    ends = _job_end()
     if not save_s or time.time() + 2 * save_s + LEAVING_S < ends:
         return False
-    _say(ends)
+    _announce_job_end(ends)
     return True
 
 
 @functools.lru_cache(maxsize=1)
-def _ends() -> float:
+def _job_end() -> float:
     return float(os.environ.get(JOB_ENDS, math.inf))
 
 
 @functools.lru_cache(maxsize=1)
-def _say(ends: float) -> None:
+def _announce_job_end(ends: float) -> None:
     left = max(0.0, ends - time.time())
     print_line(f"stopping after this step: the job ends in {left:.0f} s, and a save takes long", file=sys.stderr)
 

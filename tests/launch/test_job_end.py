@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.training.run_clock import JOB_ENDS, _ends, _say, too_late
+from mgpu_pipe.training.run_clock import JOB_ENDS, _announce_job_end, _job_end, too_late
 from tests.support.command import column, environment, mgpu, run_folder
 from tests.support.program import run_program
 
@@ -18,8 +18,8 @@ RUN = (*TINY, "data.global_batch_size=4", "trainer.max_steps=12", "trainer.accel
 
 @pytest.fixture(autouse=True)
 def _anew() -> None:
-    _ends.cache_clear()
-    _say.cache_clear()
+    _job_end.cache_clear()
+    _announce_job_end.cache_clear()
 
 
 @pytest.mark.parametrize(("save_s", "left", "late"), [(0, 0, False), (10, 25, True), (10, 35, False), (10, -5, True)])

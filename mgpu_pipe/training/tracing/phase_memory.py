@@ -30,7 +30,7 @@ class Collectives:
         self.sent: Counter[str] = Counter()
         """Bytes that this process sends by the ring algorithms."""
 
-    def collective(self, func: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> str:
+    def record(self, func: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> str:
         """Count an operator of ``c10d`` of these tensors; returns its name. NotImplementedError for several at once."""
         name = str(schema_of(func).name).removeprefix("c10d::").strip("_")
         if self.counts and name != "recv":
@@ -116,7 +116,7 @@ class PhaseWatch(AllocationWatch):
             return func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             leaves = tree_leaves(args)
-            self.collectives.collective(func, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], leaves)
+            self.collectives.record(func, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], leaves)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
