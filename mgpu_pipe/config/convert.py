@@ -194,7 +194,8 @@ def _dataclass(cls: Any, mapping: Any, path: str, errors: Errors) -> Any:
 def _value(hint: Any, value: Any, key: str, errors: Errors) -> Any:
     """``value`` converted to ``hint``, or ``REFUSED`` with an error recorded."""
     if isinstance(value, str) and value == MISSING:
-        errors.append(ConfigError(key, value, f"write {key}=<{_plain_name(hint)}>", "must be given"))
+        kind = type_name(hint).removesuffix(" or null").removeprefix("a ")
+        errors.append(ConfigError(key, value, f"write {key}=<{kind}>", "must be given"))
         return REFUSED
     if isinstance(value, str) and (not is_text(value) or "\0" in value):
         errors.append(ConfigError(key, repr(value), "correct it", "holds a zero byte or half a character"))
@@ -321,10 +322,6 @@ def type_name(hint: Any) -> str:
         return f"the section's keys, e.g. {{{dataclasses.fields(hint)[0].name}: ...}}"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     return names.get(hint, str(hint))
-
-
-def _plain_name(hint: Any) -> str:
-    return type_name(hint).removesuffix(" or null").removeprefix("a ")
 
 
 def _is_number(value: Any) -> bool:

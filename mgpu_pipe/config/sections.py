@@ -84,10 +84,6 @@ def _source_keys(name: str) -> type | None:
     return source.keys if source else None
 
 
-def _objective_keys(name: str) -> type | None:
-    return describe(name).keys
-
-
 def _launcher_keys(name: str) -> type | None:
     if name != "slurm":
         return None
@@ -98,7 +94,7 @@ def _launcher_keys(name: str) -> type | None:
 DATA = Section(DataConfig, "data.source", source_names(), plugins.DATA_GROUP, plugins.DATA_KEYS_GROUP, _source_keys)
 OBJECTIVE = Section(
     *(ObjectiveConfig, "objective.name", plugins.OBJECTIVES),
-    *(plugins.OBJECTIVE_GROUP, plugins.OBJECTIVE_KEYS_GROUP, _objective_keys),
+    *(plugins.OBJECTIVE_GROUP, plugins.OBJECTIVE_KEYS_GROUP, lambda name: describe(name).keys),
 )
 STRATEGY = Section(
     *(StrategyConfig, "strategy.engine", plugins.ENGINES),

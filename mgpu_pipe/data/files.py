@@ -107,7 +107,7 @@ LONGEST_NAME = 40
 _TABLE_ROW = re.compile(r"\.[ct]sv(\.\w+)?:\d+$", re.IGNORECASE)
 LARGEST_TEXT = 4 << 30
 """Largest compressed file that is one document, in bytes."""
-_PART = 1 << 18
+_BYTES_A_READ = 1 << 18
 """Bytes of a text that are read together."""
 REPLACE = "replace the file, or leave it out of the data's paths"
 
@@ -178,7 +178,7 @@ def read_parts(path: Path, expected: Fingerprint | None = None, member: str | No
     size = 0
     try:
         with open_text(path, expected, member) as file:
-            while part := file.read(_PART):
+            while part := file.read(_BYTES_A_READ):
                 size += len(part)
                 if codec_of(path) is not None and size > LARGEST_TEXT:
                     raise DataError(f"{path}: unpacks to more than {LARGEST_TEXT >> 30} GiB; split it into documents")
@@ -360,7 +360,7 @@ def require_columns(row: Mapping[str, Any], origin: str, columns: Mapping[str, s
             raise missing_column(origin, key, column, list(row))
 
 
-_EXPORTS = {
+_COLUMNS_OF_EXPORTS = {
     frozenset({"images", "annotations"}): "it is COCO's: write a table with a row for each picture, its path and label",
     frozenset({"data", "annotations"}): "it is Label Studio's: export JSON-MIN or CSV, and name its columns",
     frozenset(
@@ -372,7 +372,7 @@ _EXPORTS = {
 
 def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:
     """Builds the error of a file without the configured column."""
-    for columns, advice in _EXPORTS.items():
+    for columns, advice in _COLUMNS_OF_EXPORTS.items():
         if columns <= {*there}:
             return DataError(f"{where}: has no column '{column}'; {advice}")
     if len(there) == 1 and (other := next((mark for mark in ";|" if mark in there[0]), None)):

@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 8
+_FEISTEL_ROUNDS = 8
 # More bits than tiny sets need: a Feistel network on two or four values reaches few of their permutations.
 _MIN_HALF_BITS = 3
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -57,8 +57,8 @@ class GlobalOrder:
         epoch = number // size
         value = number % size
         with np.errstate(over="ignore"):
-            seed = _mix(np.array([self.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
-            key = _mix(seed + (epoch + np.uint64(1)) * _GOLDEN)
+            seed = _mix(np.array([self.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN_RATIO)
+            key = _mix(seed + (epoch + np.uint64(1)) * _GOLDEN_RATIO)
             value = self._permute(value, key)
             outside = np.flatnonzero(value >= size)
             while outside.size:
@@ -71,8 +71,8 @@ class GlobalOrder:
         half = np.uint64(self._half)
         mask = np.uint64((1 << self._half) - 1)
         left, right = value >> half, value & mask
-        for number in range(_ROUNDS):
-            salt = key + np.uint64(number + 1) * _GOLDEN
+        for number in range(_FEISTEL_ROUNDS):
+            salt = key + np.uint64(number + 1) * _GOLDEN_RATIO
             left, right = right, left ^ (_mix(right ^ salt) & mask)
         return (left << half) | right
 

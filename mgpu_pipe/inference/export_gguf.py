@@ -180,7 +180,7 @@ def write_modelfile(folder: Path, file: str, out: Path, context: int, adds_first
     if template is None:
         note = "its chat template has more than turns; Ollama reads the one in the file, or give it a TEMPLATE"
     else:
-        lines.append(f"TEMPLATE {_quote(template)}")
+        lines.append(f'TEMPLATE """{template}"""')
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in _stops(folder, settings)]
     lines.append(f"PARAMETER num_ctx {context}")
     if settings.get("do_sample"):
@@ -190,11 +190,6 @@ def write_modelfile(folder: Path, file: str, out: Path, context: int, adds_first
         lines.append("PARAMETER temperature 0")
     (out / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return note
-
-
-def _quote(text: str) -> str:
-    """``text`` in the three quotes of a Modelfile."""
-    return f'"""{text}"""'
 
 
 def _stops(folder: Path, settings: Mapping[str, Any]) -> list[str]:

@@ -125,7 +125,7 @@ def _retry(outcome: Outcome) -> bool:
 
 
 def exit_code(outcome: Outcome, command_line: CommandLine) -> int:
-    """Exit code of the command: in a job that its script requeues, a crash requests that as a stop does."""
+    """Exit code of the command. In a job that its script requeues, a crash asks for a requeue like a stop."""
     return EXIT_STOPPED if command_line.again and outcome.status == "failed" and _retry(outcome) else outcome.exit_code
 
 

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mgpu_pipe.models.stage_placeholders import is_removed
 
-_NAMES = "_scalar_parameters"
+_SCALARS = "_scalar_parameters"
 
 
 def scalars_to_vectors(model: nn.Module) -> None:
@@ -23,12 +23,12 @@ def scalars_to_vectors(model: nn.Module) -> None:
                 module._parameters[name] = nn.Parameter(parameter.data.reshape(1), parameter.requires_grad)
                 names.add(f"{prefix}.{name}" if prefix else name)
     if names:
-        setattr(model, _NAMES, frozenset(names))
+        setattr(model, _SCALARS, frozenset(names))
 
 
 def scalar_names(model: nn.Module) -> frozenset[str]:
     """Names of parameters that are scalars in transformers."""
-    names: frozenset[str] = getattr(model, _NAMES, frozenset())
+    names: frozenset[str] = getattr(model, _SCALARS, frozenset())
     return names
 
 

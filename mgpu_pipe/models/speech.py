@@ -79,7 +79,7 @@ class RowNorm(nn.GroupNorm):
 
 
 def cast_to_weights(convolution: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """Forward pre-hook: casts sound to the type of the weights, which not every engine does."""
+    """Forward pre-hook that casts sound to the type of the weights; some engines do not."""
     return (args[0].to(convolution.weight.dtype),)
 
 
@@ -176,8 +176,8 @@ def fix_norms(model: nn.Module) -> None:
 
 
 def spectrogram_shape(config: Any) -> tuple[int, ...]:
-    """Shape of one recording's spectrogram: (bands, frames) of Whisper, (frames, bands) of a model of patches, and of
-    CLAP (1, frames, bands), with the most frames that it takes."""
+    """Shape of one recording's spectrogram: (bands, frames) for Whisper, (frames, bands) for a model of patches,
+    (1, most frames, bands) for CLAP."""
     if hasattr(config, "audio_config"):
         part = config.audio_config
         return 1, int(part.spec_size) * (int(part.spec_size) // int(part.num_mel_bins)), int(part.num_mel_bins)

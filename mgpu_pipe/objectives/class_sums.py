@@ -20,7 +20,7 @@ MAX_CONFUSION_CLASSES = 50
 """Most classes of a confusion matrix; with more there is none."""
 BINS = 15
 """Bins of confidence, of equal width (Guo et al. 2017, arXiv:1706.04599)."""
-_FIRST = 3
+_TOTALS_BEFORE = 3
 """Sums before those of the classes: loss, right answers, labels among the likeliest."""
 
 
@@ -29,7 +29,7 @@ class ClassSums:
 
     def __init__(self, classes: int) -> None:
         self._classes, self._has_confusion = classes, classes <= MAX_CONFUSION_CLASSES
-        self.num_sums = _FIRST + classes * (classes if self._has_confusion else 3) + 3 * BINS
+        self.num_sums = _TOTALS_BEFORE + classes * (classes if self._has_confusion else 3) + 3 * BINS
 
     def sums(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sums, float64, (num_sums,): of the losses, of right answers, of labels among the :data:`TOP_K` likeliest
@@ -65,7 +65,7 @@ class ClassSums:
         Args:
             sums: those of all samples, and the loss denominator last.
         """
-        values = np.array(sums[_FIRST : self.num_sums])
+        values = np.array(sums[_TOTALS_BEFORE : self.num_sums])
         table, by_bin = values[: -3 * BINS].reshape(-1, self._classes), values[-3 * BINS :].reshape(3, BINS)
         by_class = (table.sum(1), table.diagonal(), table.sum(0)) if self._has_confusion else tuple(table)
         names = ("samples", "right", "predicted")

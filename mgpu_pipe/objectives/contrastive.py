@@ -176,7 +176,8 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         images, texts = whole["images"], whole["texts"]
         classes, label = whole["labels"].long().unique(return_inverse=True)
         pictures, picture, samples = whole["picture_ids"].long().unique(return_inverse=True, return_counts=True)
-        first = torch.zeros_like(pictures).scatter_reduce_(0, picture, _indices(picture), "amin", include_self=False)
+        order = torch.arange(len(picture), device=picture.device)
+        first = torch.zeros_like(pictures).scatter_reduce_(0, picture, order, "amin", include_self=False)
         right_pairs = (picture * len(classes) + label).unique()
         plain = texts.shape[1] - self._pairwise
         means = texts.new_zeros(len(classes), plain).index_add_(0, label, texts[:, :plain])
@@ -260,10 +261,6 @@ def random_captions(samples: int, length: int, vocab_size: int, end: int, genera
     lengths[-1] = length
     ids[torch.arange(length) >= lengths - 1] = end
     return ids
-
-
-def _indices(values: torch.Tensor) -> torch.Tensor:
-    return torch.arange(len(values), device=values.device)
 
 
 def _nearest_keys(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

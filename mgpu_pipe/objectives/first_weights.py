@@ -22,14 +22,14 @@ from mgpu_pipe.parallel.rank_exchange import exchange_json, rank_and_size
 from mgpu_pipe.topology import BatchPlan
 
 _log = logging.getLogger(__name__)
-_DIGITS = 12
+_NAME_DIGITS = 12
 
 State = Literal["missing", "damaged", "whole"]
 
 
 def array_file(folder: Path, kind: str, *decided: object) -> Path:
     """Path of an array file, another for each of the JSON values that ``decided`` it."""
-    return folder / f"{kind}-{digest_of(*decided)[:_DIGITS]}.npy"
+    return folder / f"{kind}-{digest_of(*decided)[:_NAME_DIGITS]}.npy"
 
 
 def write_hashes(path: Path) -> None:

@@ -266,29 +266,29 @@ class MosaicPictures(FixedSizePictures):
         ]
 
 
-_KINDS: dict[str, type[PictureInputs]] = {
+_INPUTS_OF_CUTS: dict[str, type[PictureInputs]] = {
     "grid": NativeSizePictures,
     "mosaic": MosaicPictures,
     "parts": TiledPictures,
     "pooled": PooledPictures,
     "rows": RowPictures,
 }
-_HEARING: dict[str, Callable[[Any, bool], PictureInputs]] = {
+_INPUTS_OF_SOUNDS: dict[str, Callable[[Any, bool], PictureInputs]] = {
     "chunks": PicturesAndRecordings,
     "frames": PooledAndRecordings,
     "seconds": PicturesAndSeconds,
     "silence": FilledRecordings,
     "window": ChatRecordings,
 }
-_ONE_SIZE: dict[str, type[PictureInputs]] = {"pictures": WholePictures, "questions": PrefixPictures}
+_INPUTS_OF_ONE_SIZE: dict[str, type[PictureInputs]] = {"pictures": WholePictures, "questions": PrefixPictures}
 """Pictures of one size, by what is read bidirectionally."""
 
 
 def build_picture_inputs(config: Any, packed: bool = False) -> PictureInputs:
     """The picture inputs of the model with ``config``, with conversation positions if rows are packed."""
     if kind_of_sound := recordings_of(config.model_type, getattr(config, "audio_config", None)):
-        return _HEARING[kind_of_sound](config, packed)
+        return _INPUTS_OF_SOUNDS[kind_of_sound](config, packed)
     sight = sight_of(config.model_type)
-    kind: Any = _KINDS.get(sight.pictures) or _ONE_SIZE.get(sight.both_ways, FixedSizePictures)
+    kind: Any = _INPUTS_OF_CUTS.get(sight.pictures) or _INPUTS_OF_ONE_SIZE.get(sight.both_ways, FixedSizePictures)
     inputs: PictureInputs = kind(config, packed)
     return inputs

@@ -121,7 +121,7 @@ class ProcessSamples:
 
     @property
     def _separate_samples(self) -> dist.ProcessGroup | None:
-        """All processes, where each has samples that no other has."""
+        """All processes if no two share samples; else None."""
         return dist.group.WORLD if self.dims.world_size == self.dims.data_parallel_size > 1 else None
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
@@ -130,5 +130,5 @@ class ProcessSamples:
 
     @property
     def counts_its_samples(self) -> bool:
-        """Whether this process counts its samples; exactly one of those that share them does."""
+        """Whether this process counts its samples: exactly one of those that share them."""
         return True

@@ -39,7 +39,7 @@ class WaveEncoderConfig(ObjectiveConfig):
         ]
 
 
-_FIRST = 0x4E00
+_FIRST_CHARACTER = 0x4E00
 """Start of a Unicode block of 20,000 letters without a space."""
 RATES = (
     Metric("val/word_error_rate", "held-out word error rate", percent=True, headline=True),
@@ -68,7 +68,7 @@ def transcribe(labels: Iterable[int], between_words: int, blank: int | None = No
     """Text of labels. With ``blank`` they are labels of frames: repeats are merged and blanks dropped."""
     if blank is not None:
         labels = [label for label, _ in groupby(labels) if label != blank]
-    text = "".join(" " if label == between_words else chr(_FIRST + label) for label in labels)
+    text = "".join(" " if label == between_words else chr(_FIRST_CHARACTER + label) for label in labels)
     return " ".join(text.split())
 
 

@@ -108,7 +108,7 @@ def _needs(plan: MemoryPlan) -> str:
 
 @dataclass(frozen=True)
 class Fit:
-    """The predicted memory of the worst rank beside what its machine has.
+    """The predicted memory of the worst rank next to its machine's.
 
     Attributes:
         share: bytes of the machine for one rank.

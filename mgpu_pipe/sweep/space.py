@@ -118,7 +118,7 @@ def _range(name: str, key: str, low: Any, high: Any, log: bool, when: Mapping[st
 
 
 def order_by_conditions(space: Mapping[str, Parameter]) -> list[Parameter]:
-    """The parameters after those that their conditions name; ConfigError for a circle, or one that never holds."""
+    """The parameters, each after those of its conditions; ConfigError for a circle, or a condition that never holds."""
     for parameter in space.values():
         for key, value in (parameter.when or {}).items():
             if value not in (space[key].values if key in space else ()):

@@ -150,7 +150,7 @@ def check_overrides(
         The good overrides in order, with ``+`` removed or ``++`` added as Hydra requires, and an error for each of
         the others.
     """
-    groups = _groups(lookup)
+    groups = [group for group in lookup("")[1] if group != "hydra"]
     if torn := torn_override(arguments, lambda word: word in groups or word in all_keys()):
         return [], [torn]
     parser = OverridesParser.create()
@@ -231,10 +231,6 @@ def _is_section(key: str) -> bool:
             return False
         hint = all_hints(hint)[word]  # type: ignore[arg-type]
     return dataclasses.is_dataclass(hint)
-
-
-def _groups(lookup: GroupLookup) -> list[str]:
-    return [group for group in lookup("")[1] if group != "hydra"]
 
 
 def _unreadable(argument: str, error: HydraException, groups: list[str], lookup: GroupLookup) -> BadInputError:

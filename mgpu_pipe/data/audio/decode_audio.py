@@ -121,7 +121,7 @@ _UNKNOWN_FRAMES = 1 << 48
 """libsndfile's number of frames where a file does not state one is above this."""
 _AT_ONCE = 1 << 16
 """Frames per read: a header may promise more than there is memory."""
-_OPPOSED = -0.5
+_INVERTED_CORRELATION = -0.5
 """Correlation with the loudest channel below which a channel is the same sound with opposite sign."""
 
 
@@ -234,7 +234,7 @@ def mix_channels(channels: NDArray[np.float32]) -> Wave:
     products = channels.astype(np.float64).T @ channels
     energy = products.diagonal()
     loudest = int(energy.argmax())
-    opposed = products[loudest] < _OPPOSED * np.sqrt(energy * energy[loudest])
+    opposed = products[loudest] < _INVERTED_CORRELATION * np.sqrt(energy * energy[loudest])
     wave: Wave = (channels * np.where(opposed, np.float32(-1), np.float32(1))).mean(1, dtype=np.float32)
     return wave
 

@@ -293,7 +293,7 @@ class PictureChatSamples(RowSamples):
     def _conversation(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Tokens of a conversation, each picture one of them, and which are trained."""
         positions = self.start[index] + np.arange(self._stored_length[index])
-        return self.tokens_at(positions), self.mask_at(positions, TRAINED)
+        return self.tokens_at(positions), self.is_trained(positions)
 
 
 def _flat(pictures_of: Sequence[list[NDArray[np.float32]]], values: int) -> list[NDArray[np.float32]]:

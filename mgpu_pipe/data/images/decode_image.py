@@ -63,7 +63,7 @@ _OF_PROFILE = {
     "Lab": ("LAB", ("LAB",)),
 }
 """Pillow's mode of the colours that an ICC profile of this space converts, and modes of pictures that may have it."""
-_SAME = 2
+_SRGB_TOLERANCE = 2
 """Largest difference of a channel by which a profile counts as sRGB."""
 
 
@@ -252,7 +252,7 @@ def _transform_to_srgb(profile: bytes, mode: str) -> Any:
     turns = (levels, levels.transpose(Image.Transpose.ROTATE_90), levels.transpose(Image.Transpose.FLIP_TOP_BOTTOM))
     probe = levels if colours == "L" else Image.merge("RGB", turns)
     differences = zip(transform.apply(probe).tobytes(), probe.convert("RGB").tobytes(), strict=True)
-    return transform if max(abs(new - old) for new, old in differences) > _SAME else None
+    return transform if max(abs(new - old) for new, old in differences) > _SRGB_TOLERANCE else None
 
 
 def size_of(path: Path) -> tuple[int, int]:

@@ -20,7 +20,7 @@ READ = ("What digit is this?", "Which number do you see?", "Read this digit.")
 PARITY = ("Is this digit even or odd?", "Even or odd?")
 TOGETHER = (
     ("Which digits are these?", lambda a, b: f"A {NAMES[a]} and a {NAMES[b]}."),
-    ("Which of the two is larger?", lambda a, b: f"{_larger(a, b)}"),
+    ("Which of the two is larger?", lambda a, b: _larger(a, b)),
     ("Do the two show the same digit?", lambda a, b: "Yes." if a == b else f"No, a {NAMES[a]} and a {NAMES[b]}."),
 )
 """Questions about two digits, and functions of their answers."""
@@ -47,17 +47,14 @@ def digit_questions(digits: Sequence[int]) -> Iterator[Question]:
         for place in places:
             digit = digits[place]
             kind = (READ, PARITY)[(number + place) % 4 == 0]
-            answer = f"It is a {NAMES[digit]}." if kind is READ else f"A {NAMES[digit]}, which is {_parity(digit)}."
+            parity = "odd" if digit % 2 else "even"
+            answer = f"It is a {NAMES[digit]}." if kind is READ else f"A {NAMES[digit]}, which is {parity}."
             yield _question(kind[(turn + place) % len(kind)], answer, (place,), pair)
         text, answered = TOGETHER[turn % len(TOGETHER)]
         yield _question(text, answered(*(digits[place] for place in places)), places, pair)
         if number % 2 == 0:
             digit = number // 2 % 9
             yield _question(f"What comes after {NAMES[digit]}?", f"{NAMES[digit + 1].capitalize()}.", (), pair)
-
-
-def _parity(digit: int) -> str:
-    return "odd" if digit % 2 else "even"
 
 
 def _question(text: str, answer: str, pictures: tuple[int, ...], pair: str) -> Question:

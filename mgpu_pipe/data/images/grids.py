@@ -106,7 +106,7 @@ class GridPixels(Pixels):
         return np.ascontiguousarray(cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)).reshape(-1, self.grid.values)
 
 
-_TILES: dict[str, type[TilePixels]] = {"tiles": TilePixels, "canvas": CanvasPixels, "mosaic": MosaicPixels}
+_TILE_PIXELS: dict[str, type[TilePixels]] = {"tiles": TilePixels, "canvas": CanvasPixels, "mosaic": MosaicPixels}
 
 
 def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
@@ -129,8 +129,8 @@ def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
     if preprocessor(model).get("do_pan_and_scan"):
         fix = "set do_pan_and_scan to false in its preprocessor_config.json"
         raise ConfigError("model.path", model.path, fix, "the model would be given crops next to each picture")
-    if kind in _TILES:
-        return _TILES[kind].from_tiles(data, model)
+    if kind in _TILE_PIXELS:
+        return _TILE_PIXELS[kind].from_tiles(data, model)
     for name in ("min_pixels", "max_pixels"):
         if getattr(data, name) != "auto":
             raise ConfigError(f"data.{name}", getattr(data, name), "leave it out", "the model's pictures have one size")

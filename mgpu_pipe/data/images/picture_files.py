@@ -60,7 +60,7 @@ def entries(data: DataConfig, patterns: list[str], key: str, keep: Keep | None =
 
 
 def label_column_of(data: DataConfig) -> tuple[str, str]:
-    """The key that names the column of classes or captions, and what its values are."""
+    """Key of the column of classes or captions, and the noun for its values."""
     column = "caption_column" if isinstance(data, CaptionConfig) else "label_column"
     return column, WHAT[column]
 

@@ -48,9 +48,9 @@ def _by_number(name: str) -> list[str | int]:
 
 FEWEST = 4
 """Fewest frames of a short video, if it has them."""
-_TICK = 1e-3
+_MATROSKA_ROUNDING_S = 1e-3
 """Seconds to which Matroska rounds times."""
-_DRIFT = 0.01
+_TIME_TOLERANCE = 0.01
 """Share of its time that a frame may be off at a constant rate, in addition to half a frame."""
 
 
@@ -109,7 +109,7 @@ def measure_rate(times: Sequence[float | None], claimed: float) -> tuple[float, 
     rate = (len(moments) - 1) / float(moments[-1])
     if claimed > 0:
         late = np.abs(moments - np.arange(len(moments)) / claimed)
-        if (late < 0.5 / claimed + _DRIFT * moments).all():
+        if (late < 0.5 / claimed + _TIME_TOLERANCE * moments).all():
             return claimed, ()
     return rate, tuple(moments.tolist())
 
@@ -130,7 +130,7 @@ def choose_frames(facts: ClipFacts, data: PictureChatConfig, together: int, writ
         numbers = np.unique(after - (wanted - moments[after - 1] <= moments[after] - wanted))
     else:
         wanted = np.arange(number) * facts.frames / (facts.rate * number)
-        numbers = np.searchsorted(moments, wanted + _TICK, side="right") - 1
+        numbers = np.searchsorted(moments, wanted + _MATROSKA_ROUNDING_S, side="right") - 1
     return SeenFrames(numbers.tolist(), seconds, tuple(moments[numbers].tolist()))
 
 

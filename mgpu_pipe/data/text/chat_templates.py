@@ -59,14 +59,14 @@ SPECIAL: dict[str, tuple[str, ...]] = {
 }
 """Shipped templates and the tokens that each writes around a turn; the run's tokenizer gets these as single tokens."""
 
-OF_PICTURES: dict[str, tuple[str, ...]] = {
+PICTURE_TOKENS: dict[str, tuple[str, ...]] = {
     "parts": PLACED,
     "tiles": (IMAGE_BEGIN, IMAGE_END),
     "canvas": (CANVAS_BEGIN, CANVAS_WHOLE, NEXT_TILE, NEXT_ROW, CANVAS_END),
     "rows": (IMAGE_BREAK, IMAGE_STOP),
     "pooled": (IMAGE_OPEN, IMAGE_CLOSE),
 }
-OF_VIDEOS: dict[str, tuple[str, ...]] = {"": (), "axis": (VIDEO,), "text": (VIDEO, BEGIN, END)}
+VIDEO_TOKENS: dict[str, tuple[str, ...]] = {"": (), "axis": (VIDEO,), "text": (VIDEO, BEGIN, END)}
 """Tokens next to the placeholder of pictures, see :class:`mgpu_pipe.architectures.family.Sight`."""
 
 
@@ -100,7 +100,7 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
         taken = places_taken(str(model.type), model_field(model, "audio_config"))
         around = (SOUND_OPEN, SOUND_CLOSE) if sight.pictures == "pooled" and AUDIO in taken else ()
         place = tuple(place for place in taken if place != VIDEO)
-        place = (*place, *OF_PICTURES.get(sight.pictures, ()), *OF_VIDEOS[sight.videos], *around)
+        place = (*place, *PICTURE_TOKENS.get(sight.pictures, ()), *VIDEO_TOKENS[sight.videos], *around)
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
         return ChosenTemplate(path.read_text(encoding="utf-8"), (*SPECIAL[chosen], *place))

@@ -25,7 +25,7 @@ from mgpu_pipe.errors import DataError
 SYSTEM, TOOLS, HISTORY, INPUT = "system", "tools", "history", "input"
 SYSTEM_PROMPT, FUNCTIONS, CONTEXT, FUNCTION = "system_prompt", "functions", "context", "function"
 """Other names of the columns ``system`` (Orca), ``tools`` (OpenAI before tools) and ``input`` (Dolly)."""
-_JOINTS = ("{% if tools %}\n", "{{ '' }}{% else %}\n", "{{ '' }}{% endif %}")
+_TEMPLATE_JOINTS = ("{% if tools %}\n", "{{ '' }}{% else %}\n", "{{ '' }}{% endif %}")
 """Texts around two templates in one. Blocks trim the newline after them, and spaces before them on a line."""
 BESIDE = (SYSTEM, SYSTEM_PROMPT, TOOLS, FUNCTIONS)
 """Columns that every form reads."""
@@ -34,12 +34,12 @@ BESIDE = (SYSTEM, SYSTEM_PROMPT, TOOLS, FUNCTIONS)
 def joined_templates(with_tools: str, others: str) -> str:
     """A template that renders conversations with tools by the first of two, others by the second."""
     parts = (re.sub(r"(\r\n|\r|\n)\Z", "", template) for template in (with_tools, others))  # as Jinja does
-    return _JOINTS[0] + _JOINTS[1].join(parts) + _JOINTS[2]
+    return _TEMPLATE_JOINTS[0] + _TEMPLATE_JOINTS[1].join(parts) + _TEMPLATE_JOINTS[2]
 
 
 def joins_templates(source: str) -> bool:
     """Whether a template is one of :func:`joined_templates`."""
-    return source.startswith(_JOINTS[0]) and source.endswith(_JOINTS[2])
+    return source.startswith(_TEMPLATE_JOINTS[0]) and source.endswith(_TEMPLATE_JOINTS[2])
 
 
 def system_before(messages: list[Any], row: dict[str, Any], origin: str) -> list[Any]:

@@ -64,7 +64,7 @@ def is_read_anew(row: dict[str, Any], column: str, kind: str) -> bool:
 
 
 def _holds_written_lists(row: dict[str, Any], column: str, kind: str) -> bool:
-    """Whether columns hold lists of messages as texts, which earlier versions trained as they are."""
+    """Whether columns hold lists of messages as texts; earlier versions trained such texts unchanged."""
     if kind == "chat" and form_of(row, column) != "prompt_completion":
         return False
     answers = sides_of(row) if kind == "chat" else [name for name in (*SIDES, COMPLETION) if name in row]

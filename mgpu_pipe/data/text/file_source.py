@@ -27,7 +27,7 @@ from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError, raised_by
 _CHECKED_BYTES = 32 << 20
 
 
-_READINGS = 2
+_REREAD_FORMAT = 2
 """Increased when a format's ``reads_anew`` knows more rows; the cache keeps its answers."""
 CheckFile = Callable[[DataConfig, Path, bool], None]
 """Checks a file, given the keys, its path, and whether to read all of it."""
@@ -170,7 +170,7 @@ class FileFormat(Generic[Content]):
         identity: list[Any] = ["files", self.name, self.columns(data), contents_of(paths, unusable, known)]
         if others := [file for path in known for file in self.others(path)]:
             identity.append(contents_of(others, {}, fingerprints(others, cache, progress)))
-        question = [*identity, _READINGS]
+        question = [*identity, _REREAD_FORMAT]
         if self.reads_anew is not None and answer_once(cache, question, partial(self._reads_anew, data, known, cache)):
             identity.append("anew")
         return Source(

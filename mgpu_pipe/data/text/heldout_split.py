@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from mgpu_pipe.data.text.documents import LongText
 
 _KEY = b"mgpu_pipe held-out split 1"
-_PART = 1 << 20
+_BYTES_A_READ = 1 << 20
 """Characters hashed at once."""
 
 
 def document_hash(content: str | bytes | LongText) -> int:
     """64-bit hash that decides a document's side of the split."""
     digest = hashlib.blake2b(digest_size=8, key=_KEY)
-    for start in range(0, len(content), _PART):  # avoids a second copy of a long text
-        part = content[start : start + _PART]
+    for start in range(0, len(content), _BYTES_A_READ):  # avoids a second copy of a long text
+        part = content[start : start + _BYTES_A_READ]
         digest.update(part.encode() if isinstance(part, str) else part)
     return int.from_bytes(digest.digest(), "little")
 

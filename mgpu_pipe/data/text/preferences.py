@@ -63,7 +63,7 @@ class PreferenceSamples(RowSamples):
         chosen, length = self.chosen[indices][:, None], self.length[indices][:, None]
         positions, inside = self.start[indices][:, None] + place, place < length
         ids = np.where(inside, self.tokens_at(positions), self.padding_token_id)
-        trained = inside & self.mask_at(positions, TRAINED) & (place != chosen)
+        trained = inside & self.is_trained(positions) & (place != chosen)
         document_start = np.where(place < chosen, 0, np.where(inside, chosen, length))
         return {
             "input_ids": ids[:, :-1],
@@ -215,7 +215,7 @@ class UnpairedSamples(RowSamples):
         inside = place < length
         positions = np.where(place < prompt, start + place, answer + place - prompt)
         ids = np.where(inside, self.tokens_at(positions), self.padding_token_id)
-        trained = inside & (place >= prompt) & self.mask_at(positions, TRAINED)
+        trained = inside & (place >= prompt) & self.is_trained(positions)
         arrays = {
             "input_ids": ids[:, :-1],
             "labels": np.where(trained, ids, IGNORE_INDEX)[:, 1:],

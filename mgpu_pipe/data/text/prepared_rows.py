@@ -23,6 +23,7 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, r
 from mgpu_pipe.data.data_source import held_out_data, open_shipped
 from mgpu_pipe.data.prepared_splits import PreparedSplits, held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split
+from mgpu_pipe.data.text.document_encoder import TRAINED
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.notes import Notes, notes_of
 from mgpu_pipe.data.text.prepare_text import tokenise
@@ -169,11 +170,11 @@ class RowSamples(ABC):
         """Tokens at these positions of the token file; those after its end are the last."""
         return self.store.tokens.take(positions, mode="clip").astype(np.int64)
 
-    def mask_at(self, positions: NDArray[np.int64], bit: int) -> NDArray[np.bool_]:
-        """Whether the loss mask has the bit at these positions of the token file."""
+    def is_trained(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the loss mask counts the tokens at these positions of the token file."""
         assert self.store.loss_mask is not None
-        has_bit: NDArray[np.bool_] = self.store.loss_mask.take(positions, mode="clip") & bit != 0
-        return has_bit
+        counts: NDArray[np.bool_] = self.store.loss_mask.take(positions, mode="clip") & TRAINED != 0
+        return counts
 
     @abstractmethod
     def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:

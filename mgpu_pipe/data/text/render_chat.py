@@ -54,7 +54,7 @@ from mgpu_pipe.data.text.preference_rows import (
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limit_template, reason
 from mgpu_pipe.errors import BadInputError, DataError
 
-_TYPE = re.compile(r"""['"]type['"]|\.type\b""")
+_TYPE_OF_PART = re.compile(r"""['"]type['"]|\.type\b""")
 """Matches a template that reads the type of a content's parts."""
 READ_FIELDS = frozenset(("role", "content", "tool_calls", "weight", *MARKS, *REASONING))
 """Fields of a message that this program reads; it names reasoning that a template leaves out as odd."""
@@ -141,7 +141,7 @@ class ChatTemplate:
         self._marks_generation = bool(_GENERATION.search(self.source))
         self._takes_parts = self._takes_places = False
         self.arguments: Form | None = None
-        reads_parts = bool(_TYPE.search(self.source))
+        reads_parts = bool(_TYPE_OF_PART.search(self.source))
         self._takes_parts = reads_parts and not self._writes(SEEN) and self._writes(as_parts(SEEN))
         # A template that takes texts as well (Gemma 3, Qwen-VL) writes its own token for a part that is a picture.
         self._takes_places = reads_parts and PLACE not in self.stop_tokens and self._writes(as_parts(f"{PLACE}{SEEN}"))

@@ -3,7 +3,7 @@
 Jinja's sandbox protects Python's internals and forbids long ranges; it limits neither time nor memory. So a template is
 compiled and rendered under limits of processor time and of added memory. No signal interrupts a call of C code, so a
 single operation that would exceed a limit is refused before it runs. The input of each call is weighed first: the cost
-of every operation is linear in it, except :data:`_PRODUCTS`.
+of every operation is linear in it, except :data:`_METHODS_OF_TWO_LENGTHS`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class TemplateLimit(TemplateError):
 
 
 MOST_READ = 4 * LARGEST_VALUE
-"""Weight that one operation may read: characters of its texts, and :data:`_ELEMENT` for each element."""
-_ELEMENT = 64
+"""Weight that one operation may read: characters of its texts, and :data:`_BYTES_AN_ELEMENT` for each element."""
+_BYTES_AN_ELEMENT = 64
 _MOST_COMPARED = 1 << 30
-_PRODUCTS = frozenset({"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"})
+_METHODS_OF_TWO_LENGTHS = frozenset({"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"})
 """Methods of texts whose cost is the product of two lengths; others are linear (CPython 3.10)."""
 _MOST_DIGITS = 1000
 _WEIGHED = "weighed"
@@ -88,7 +88,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         measured = [_measure(value) for value in args]
         for value in (owner, *kwargs.values()):
             _weigh(value)
-        if isinstance(owner, str) and name in _PRODUCTS:
+        if isinstance(owner, str) and name in _METHODS_OF_TWO_LENGTHS:
             _check_product(owner, *args, *kwargs.values())
         if name == "fromkeys":  # with equal hashes the cost is the square of their number
             raise TemplateLimit("calls fromkeys, which chat templates do without")
@@ -120,10 +120,10 @@ def _weigh(value: Any) -> Any:
         if isinstance(item, str | bytes):
             weight += len(item)
         elif isinstance(item, dict):
-            weight += 2 * _ELEMENT * len(item)
+            weight += 2 * _BYTES_AN_ELEMENT * len(item)
             waiting += [*item.keys(), *item.values()] if weight <= MOST_READ else []
         elif isinstance(item, _CONTAINERS):
-            weight += _ELEMENT * len(item)
+            weight += _BYTES_AN_ELEMENT * len(item)
             waiting += item if weight <= MOST_READ else []
         elif isinstance(item, int) and item.bit_length() > _LARGEST_NUMBER_BITS:
             raise TemplateLimit("a number is too large")
@@ -142,7 +142,7 @@ def _measure(value: Any) -> Any:
 def _weigh_each(values: Iterable[Any]) -> Iterator[Any]:
     left = MOST_READ
     for value in values:
-        left -= _ELEMENT + (len(value) if hasattr(value, "__len__") else 0)
+        left -= _BYTES_AN_ELEMENT + (len(value) if hasattr(value, "__len__") else 0)
         if left < 0:
             raise TemplateLimit(f"one operation reads more than {MOST_READ >> 20} Mi characters")
         yield _weigh(value)

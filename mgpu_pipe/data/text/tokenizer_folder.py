@@ -196,7 +196,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask
 
 
 def spare_tokens(file: Path, rows: int | None, template: str | None) -> dict[int, str]:
-    """Added tokens of a ``tokenizer.json``, by id, that a model of ``rows`` has no row for and that no text needs.
+    """Added tokens of a ``tokenizer.json``, by id, that no text needs and for which a model of ``rows`` has no row.
 
     Published folders have some: Gemma 3's ``<image_soft_token>`` next to a model of text, padding tokens of
     fine-tunings. None is spare where the chat template or a sentence needs one that has no row.

@@ -51,7 +51,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, special: Sequ
     with library_threads(True):
         tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    write_tokenizer_config(folder, END_OF_TEXT, vocab_size)
+    write_tokenizer_config(folder, vocab_size)
 
 
 def write_number_tokenizer(vocab_size: int, folder: Path) -> None:
@@ -63,17 +63,17 @@ def write_number_tokenizer(vocab_size: int, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(folder / "tokenizer.json"))
-    write_tokenizer_config(folder, END_OF_TEXT, vocab_size)
+    write_tokenizer_config(folder, vocab_size)
 
 
-def write_tokenizer_config(folder: Path, end_of_text: str, model_vocab_size: int) -> None:
+def write_tokenizer_config(folder: Path, model_vocab_size: int) -> None:
     """Writes the files that let ``transformers.AutoTokenizer`` load a bare ``tokenizer.json``.
 
     Args:
         model_vocab_size: of its model. Short text gives the tokenizer fewer tokens; this records that the two still
             belong together (``models/weights/folder.py``).
     """
-    special = {"bos_token": end_of_text, "eos_token": end_of_text, "pad_token": end_of_text}
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     write_json(folder / "special_tokens_map.json", special)
     write_json(
         folder / "tokenizer_config.json",

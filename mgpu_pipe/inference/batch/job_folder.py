@@ -208,7 +208,7 @@ class Share:
 
     Attributes:
         index, shares: the batches at ``index``, ``index + shares``, ... are its own.
-        writes: whether it writes them; of the processes that compute a batch together only one does.
+        writes: whether it writes them: exactly one of the processes that compute a batch together.
     """
 
     index: int = 0

@@ -65,7 +65,7 @@ class MinedRows:
 def mine_file(
     run: LoadedRun, source: ModelSource, pairs: Path | None, out: Path, rules: MiningRules, batch: int
 ) -> MinedRows:
-    """Writes the rows of ``pairs`` as JSON Lines with hard negatives after the negatives that they have.
+    """Writes the rows of ``pairs`` as JSON Lines, with hard negatives after their own negatives.
 
     Candidates are all positives and negatives of the file. All positives of rows with the same query are its positives.
 

@@ -88,7 +88,7 @@ def vectors_of(config: RunConfig | None, folder: Path) -> SentenceModules:
     """How a run with ``config``, or the model's folder without one, makes vectors of texts.
 
     Raises:
-        BadInputError: it does not make vectors of texts, or in a way that ``objective=text_embedding`` does not have.
+        BadInputError: it makes no vectors of texts, or makes them unlike ``objective=text_embedding``.
     """
     if config is not None:
         keys, data = config.objective, config.data

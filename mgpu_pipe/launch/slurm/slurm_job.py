@@ -83,9 +83,10 @@ def _check_and_launch(folder: Path, again: Sequence[str]) -> int:
     preflight(config)
     if first:  # a stop requested by one rank stops every rank
         export_time_limit(this_job())
+    command = read_record(folder).get("command")
     command_line = CommandLine(
         overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),
-        command=[str(word) for word in _as_list(read_record(folder).get("command"))],
+        command=[str(word) for word in command] if isinstance(command, list) else [],
         again=again or ["sbatch", str(folder / SCRIPT)],
     )
     return launch(config, command_line).exit_code
@@ -110,10 +111,6 @@ def export_time_limit(job: str) -> None:
         return
     if not math.isnan(left):
         os.environ[JOB_ENDS] = str(time.time() + left)
-
-
-def _as_list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 if __name__ == "__main__":

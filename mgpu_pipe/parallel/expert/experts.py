@@ -2,8 +2,8 @@
 
 For families of transformers whose ``ep_plan`` names a module that holds all experts of a layer as packed parameters,
 (experts, ..., ...). The local experts are computed by the module's own forward pass, so a family's gate, biases and
-clamps stay its own; routing weights are applied by the rank of the token, which sums its ``top_k`` results in the
-order in which one process does.
+clamps stay its own; the token's rank applies the routing weights and sums its ``top_k`` results in the order of
+one process.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def timeline(by_rank: Sequence[Stream], durations: Mapping[str, float] = EQUAL) 
         for stream, timed in zip(by_rank, rows, strict=True):
             while len(timed) < len(stream):
                 action = stream[len(timed)]
-                needed = [_end_of(need, ends) for need in needs(action, last)]
+                needed = [next((ends[need] for need in any_of if need in ends), None) for any_of in needs(action, last)]
                 if None in needed:
                     break
                 free = timed[-1].end if timed else 0.0
@@ -247,10 +247,6 @@ def needs(action: Action, last_stage: int) -> list[tuple[Action, ...]]:
     if stage == last_stage:
         return [forward]
     return [forward, (Action("B", stage + 1, micro_batch), Action("I", stage + 1, micro_batch))]
-
-
-def _end_of(any_of: tuple[Action, ...], ends: Mapping[Action, float]) -> float | None:
-    return next((ends[action] for action in any_of if action in ends), None)
 
 
 def bubble_of(timed: Sequence[Sequence[Timed]]) -> float:

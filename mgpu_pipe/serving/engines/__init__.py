@@ -85,7 +85,7 @@ def choose_sizes(
     share: float,
     draft: tuple[Mapping[str, Any], int] | None = None,
 ) -> EngineSizes:
-    """The GPUs that are asked for, else the fewest that hold weights and caches, of the numbers that divide the heads.
+    """The requested GPUs, else the fewest that hold weights and caches; their number divides the heads.
 
     Args:
         elements: numbers in the weights.

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_ONE_TWO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_THREE = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_STAGES_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 PRIVATE = (
-    f"{_ONE_TWO}._link_all_hp_params",
-    f"{_ONE_TWO}._use_compact_grad_partition_buffer",
-    f"{_ONE_TWO}.check_overflow",
-    f"{_THREE}._get_norm_groups",
-    f"{_THREE}._prepare_fp32_grad_for_sub_group",
-    f"{_THREE}._swappable_optimizer_subgroup",
-    f"{_THREE}._optimizer_states_and_gradient_swap_in",
-    f"{_THREE}._optimizer_states_and_gradient_swap_out",
-    f"{_THREE}._release_swap_buffers",
-    f"{_THREE}._reassign_or_swap_out_partitioned_parameters",
+    f"{_STAGES_1_2}._link_all_hp_params",
+    f"{_STAGES_1_2}._use_compact_grad_partition_buffer",
+    f"{_STAGES_1_2}.check_overflow",
+    f"{_STAGE_3}._get_norm_groups",
+    f"{_STAGE_3}._prepare_fp32_grad_for_sub_group",
+    f"{_STAGE_3}._swappable_optimizer_subgroup",
+    f"{_STAGE_3}._optimizer_states_and_gradient_swap_in",
+    f"{_STAGE_3}._optimizer_states_and_gradient_swap_out",
+    f"{_STAGE_3}._release_swap_buffers",
+    f"{_STAGE_3}._reassign_or_swap_out_partitioned_parameters",
     "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param",
     "deepspeed.ops.op_builder.builder:OpBuilder._loaded_ops",
     "deepspeed.runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check",  # replaced in zero_build.py

@@ -43,7 +43,7 @@ class Fragment:
 
 
 def fragment_shards(name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> Iterator[LocalShard]:
-    """Live local shards of elements ``start`` and following of a flattened tensor, which ``values`` (flat) holds."""
+    """Live local shards of a flattened tensor's elements from ``start`` on; ``values`` (flat) holds them."""
     offset = 0
     for tensor_slice in flat_slices(name, shape, start, start + values.numel()):
         yield LocalShard(tensor_slice, shape, values.narrow(0, offset, tensor_slice.volume).view(tensor_slice.shape))

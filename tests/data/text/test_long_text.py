@@ -64,7 +64,7 @@ def test_the_first_bad_byte_is_found_wherever_parts_end() -> None:
 
 def test_a_long_file_has_the_tokens_and_tokenizer_of_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_SHORT", 1000)
-    monkeypatch.setattr(files, "_PART", 999)
+    monkeypatch.setattr(files, "_BYTES_A_READ", 999)
     text = "".join(f"{sentences(seed, 500)}é𝄞\r\n" for seed in range(200))
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
