@@ -57,13 +57,15 @@ def pytest_configure_node(node: Any) -> None:
 
 
 LONGEST = (
-    *("slurm/test_disturbed", "objectives/test_contract", "slurm/test_batch_jobs", "parallel/test_compile"),
-    *("objectives/test_vision_language", "planner/test_largest_micro_batch", "slurm/test_array", "serving/test_serve"),
-    *("runs/test_saving", "launch/test_supervisor", "objectives/test_ctc", "test_docs", "test_readme"),
-    *("objectives/test_sound_classification", "inference/test_export_onnx", "objectives/test_recordings"),
-    *("strategies/test_any_to_any", "strategies/test_axes", "checkpoint/test_crash_points", "runs/test_going_on"),
-    *("strategies/test_matrix", "sweep/test_sweeps", "strategies/test_deepspeed", "hub/test_names"),
-    *("slurm/test_submit", "slurm/test_jobs", "strategies/test_cuda_audit"),
+    *("slurm/test_disturbed", "objectives/test_contract", "parallel/test_compile", "objectives/test_recordings"),
+    *("strategies/test_any_to_any", "slurm/test_batch_jobs", "objectives/test_vision_language"),
+    *("runs/test_short_experiments", "inference/test_export_onnx", "planner/test_largest_micro_batch"),
+    *("runs/test_going_on", "launch/test_supervisor", "slurm/test_array", "sweep/test_sweeps", "serving/test_serve"),
+    *("test_docs", "strategies/test_axes", "objectives/test_sound_classification", "test_readme"),
+    *("checkpoint/test_crash_points", "launch/test_link_check", "objectives/test_ctc", "runs/test_saving"),
+    *("inference/test_answer_files", "launch/test_runs", "inference/test_encode", "strategies/test_matrix"),
+    *("hub/test_names", "strategies/test_deepspeed", "slurm/test_jobs", "slurm/test_submit"),
+    *("strategies/test_cuda_audit",),
 )
 """The files that take longest, by the minute that they took on two cores, the longest first."""
 

@@ -161,7 +161,9 @@ def test_sentence_transformers_gives_the_vectors_of_decoders_and_of_adapters(
     tmp_path: Path, words: str, is_causal: bool | None
 ) -> None:
     """Adapters of a run are merged; the exported folder says whether its tokens see those after them."""
-    library = pytest.importorskip("sentence_transformers", reason="loads the exported folder")
+    library = pytest.importorskip(
+        "sentence_transformers", reason="it loads the folder: pip install sentence-transformers"
+    )
     given = ("objective=text_embedding", "data=embedding_pairs", "data.seq_len=24", "model.config.vocab_size=384")
     file = f"data.paths=[{write_pairs(tmp_path / 'pairs.jsonl')}]"
     chosen = (*f"model={words}".split(), *(["model.config.tie_word_embeddings=false"] * ("bert" not in words)))

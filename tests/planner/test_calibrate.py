@@ -17,7 +17,9 @@ from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile
 from mgpu_pipe.planning.matrix_products import product_seconds
 from mgpu_pipe.planning.step_time import all_reduce_seconds, step_time
 from mgpu_pipe.planning.work import Constants, Work
-from tests.support.command import mgpu
+from mgpu_pipe.training.profiling import measure_hardware
+from tests.support.command import environment, mgpu
+from tests.support.program import command_line, run_program
 
 TRUE = Constants(gemm=0.6, memory=0.5, attention=0.2, launch=4e-4, step=3e-3, link=0.8, link_latency=8e-5)
 FIELDS = ("layers", "width", "inner", "heads", "vocabulary", "sequence", "rows", "micro_batches")
@@ -150,9 +152,16 @@ def test_a_profile_that_cannot_be_read_again_is_not_kept(tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def measured_shortly(arguments: list[str]) -> None:
+    """The program, whose figures need not be good."""
+    measure_hardware.WINDOW_S, measure_hardware.WINDOWS, measure_hardware.TRIP_WINDOWS = 0.005, 2, 1
+    command_line(arguments)
+
+
 @pytest.mark.slow
 def test_two_processes_are_measured_and_planned_for(cache: Path, tmp_path: Path) -> None:
-    out = mgpu(cache, tmp_path, "calibrate", "trainer.accelerator=cpu", "trainer.devices=2", "--out", "mine.yaml")
+    words = ["calibrate", "trainer.accelerator=cpu", "trainer.devices=2", "--out", "mine.yaml"]
+    out = run_program(words, tmp_path, environment(cache), 300, measured_shortly).stdout
     assert "all-reduce" in out and "copy in memory" in out and "backward" in out
     assert load_profile(str(tmp_path / "mine.yaml")).gpus_per_node == 2
     words = ["model=llama_tiny", "trainer.devices=2", "plan.hardware=mine.yaml"]

@@ -24,6 +24,7 @@ from mgpu_pipe.runs.history import write_summary
 from mgpu_pipe.runs.latest import newest_run
 from mgpu_pipe.runs.record import begin, keep_attempt_config, next_attempt, record_launch
 from mgpu_pipe.runs.run_folder import RunFolder, choose_folder, decide_resume, is_completed, writing_to
+from tests.support.needs import nobodys_folder
 
 
 def config_in(root: Path, resume: str = "none", folder: Path | None = None, **trainer: int) -> RunConfig:
@@ -258,11 +259,11 @@ def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> Non
         choose_folder(config_in(Path("/proc/no_such_folder")))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_an_input_error(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(RunFolderError, match="cannot be written"):
-        choose_folder(config_in(tmp_path))
+def test_a_read_only_folder_is_an_input_error() -> None:
+    with nobodys_folder() as folder:
+        folder.chmod(0o500)
+        with pytest.raises(RunFolderError, match="cannot be written"):
+            choose_folder(config_in(folder))
 
 
 @pytest.mark.parametrize(

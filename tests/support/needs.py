@@ -5,10 +5,14 @@ A test that lacks something is skipped with a reason that says how to get it: ``
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -18,6 +22,8 @@ from mgpu_pipe.checks.check_sizes import compiler_errors
 from mgpu_pipe.checks.devices import compile_errors
 
 NOT_IMPORTED = re.compile(r"could not import '(\w+)")
+NOBODY = 65534
+"""Number of a user who owns nothing."""
 INSTALL = re.compile(r"\b(apt-get|pip) install ([a-z0-9][a-z0-9+.-]*[a-z0-9+])")
 
 
@@ -94,6 +100,20 @@ def need_server() -> None:
 def need_openai() -> None:
     """Skip where OpenAI's client is not installed."""
     _need_module("openai", "the server's oracle is OpenAI's client: pip install openai")
+
+
+@contextmanager
+def nobodys_folder() -> Iterator[Path]:
+    """A folder of this process's user. For the block root is nobody, for root may write everywhere."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    finally:
+        if is_root:
+            os.setresuid(0, 0, 0)
 
 
 def _need(missing: Sequence[Exception]) -> None:

@@ -21,7 +21,7 @@ from mgpu_pipe.sweep.store import Store
 from tests.report.browser import Browser, program
 from tests.sweep.support import recorded_sweep
 
-NEEDS_BROWSER = pytest.mark.skipif(program() is None, reason="no browser drives the report here")
+NEEDS_BROWSER = pytest.mark.skipif(program() is None, reason="a browser shows the page: apt-get install chromium")
 SHOWN = (
     "[...document.querySelectorAll('.runs tbody tr')].filter(row => !row.hidden).map(row => +row.cells[0].dataset.sort)"
 )
