@@ -88,9 +88,10 @@ def _dropped_in_parts(
     if overrides.get(WINDOW) and getattr(built, WINDOW, 0) is None and getattr(built, USES_WINDOW, None) is False:
         fix = f"set {within}.{USES_WINDOW}=true too"
         yield ConfigError(f"{within}.{WINDOW}", overrides[WINDOW], fix, f"{USES_WINDOW} is false")
-    for name, value in overrides.items():
+    parts = {name: value for name, value in overrides.items() if name.endswith("_config")}
+    for name, value in parts.items():
         part, part_built = fields.get(name), getattr(built, name, None)
-        if name.endswith("_config") and isinstance(value, Mapping) and isinstance(part, Mapping) and part_built:
+        if isinstance(value, Mapping) and isinstance(part, Mapping) and part_built:
             yield from _dropped_in_parts(value, part, folder.get(name) or {}, part_built, f"{within}.{name}")
 
 

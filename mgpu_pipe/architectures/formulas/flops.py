@@ -113,17 +113,23 @@ class Shape:
 
         width, heads = read("hidden_size"), read("num_attention_heads") or 1
         shares_a_head = read("multi_query") and not read("new_decoder_architecture")  # Falcon and GPT-BigCode
+        latent = latent_widths(read)
         return cls(
             width=width,
             layers=read("num_hidden_layers"),
             heads=heads,
             key_value_heads=1 if shares_a_head else read("num_key_value_heads") or read("num_kv_heads") or heads,
-            head_dim=_latent_head_dim(read) or read("head_dim") or width // heads,
+            head_dim=sum(latent) // 2 if latent else read("head_dim") or width // heads,
         )
 
 
-def _latent_head_dim(read: Callable[[str], Any]) -> int:
-    """Mean width of a head's queries and values in latent attention, else 0; ``read`` returns a field."""
-    if not isinstance(read("kv_lora_rank"), int):
-        return 0
-    return int(read("qk_nope_head_dim") + read("qk_rope_head_dim") + read("v_head_dim")) // 2
+def latent_widths(read: Callable[[str], Any]) -> tuple[int, int, int] | None:
+    """Widths of a head's plain and rotated queries and of its values in latent attention; None for another attention.
+
+    Args:
+        read: returns a field of the configuration, or None. MiniCPM3's null width of values is a share of the model's.
+    """
+    plain, rotated, values = (read(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if not isinstance(read("kv_lora_rank"), int) or None in (plain, rotated):
+        return None
+    return plain, rotated, values or read("hidden_size") // read("num_attention_heads")

@@ -12,7 +12,7 @@ from typing import Any
 from mgpu_pipe.architectures.family import CONFIGS, Sizes
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.encoders import count_encoder, encoder_parameters
-from mgpu_pipe.architectures.formulas.flops import Shape
+from mgpu_pipe.architectures.formulas.flops import Shape, latent_widths
 from mgpu_pipe.architectures.formulas.towers import vision_parameters
 
 CAUSAL = "AutoModelForCausalLM"
@@ -196,13 +196,13 @@ def _attention(fields: Mapping[str, Any], sizes: Sizes) -> int:
 
 def latent_parameters(fields: Mapping[str, Any]) -> int:
     """Parameters of a layer's latent attention; 0 for another attention."""
-    return _latent_attention(fields) if isinstance(fields.get("kv_lora_rank"), int) else 0
+    widths = latent_widths(fields.get)
+    return _latent_attention(fields, *widths) if widths else 0
 
 
-def _latent_attention(fields: Mapping[str, Any]) -> int:
+def _latent_attention(fields: Mapping[str, Any], plain: int, rotated: int, value: int) -> int:
     """Parameters of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), with its two norms."""
     width, heads, latent = fields["hidden_size"], fields["num_attention_heads"], fields["kv_lora_rank"]
-    rotated, plain, value = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"], fields["v_head_dim"]
     query, queries = fields.get("q_lora_rank"), heads * (plain + rotated)
     of_queries = width * queries if query is None else query * (width + queries + 1)
     return int(of_queries + width * (latent + rotated) + latent * (1 + heads * (plain + value)) + heads * value * width)
