@@ -347,7 +347,7 @@ def _vocabulary(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]
 def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for name in (
-        "sliding_window",
+        *(["sliding_window"] if fields.get("use_sliding_window", True) else []),
         "sliding_window_size",
         "local_attention",
         "attention_window_size",
