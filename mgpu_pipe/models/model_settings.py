@@ -30,6 +30,7 @@ PICTURE = (
     *("audio_token_index", "audio_token_id"),
 )
 """Fields of the tokens of pictures, videos and recordings, and of tokens per picture."""
+TOWERS = ("vision_config", "audio_config")
 LISTED = 8
 
 
@@ -80,12 +81,16 @@ def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
         decided[PROBLEM] = saved[PROBLEM]
     if model.path is None:
         decided.update({name: saved[name] for name in PICTURE if name in saved})
+        for part in TOWERS:  # Phi-4 multimodal keeps its tokens there
+            recorded = saved.get(part) or {}
+            if tokens := {name: recorded[name] for name in PICTURE if name in recorded}:
+                decided[part] = {**model.config.get(part, {}), **tokens}
     written = next((names for kind, names in ALPHABET.items() if saved.get("model_type") in model_types(kind)), ())
     decided.update({name: saved[name] for name in written if name in saved})
-    text, recorded = model.config.get(TEXT), saved.get(TEXT)
+    text, recorded_text = model.config.get(TEXT), saved.get(TEXT)
     known = model.path is not None or isinstance(text, Mapping)
-    if known and isinstance(recorded, Mapping) and "eos_token_id" in recorded:
-        decided[TEXT] = {**(text if isinstance(text, Mapping) else {}), "eos_token_id": recorded["eos_token_id"]}
+    if known and isinstance(recorded_text, Mapping) and "eos_token_id" in recorded_text:
+        decided[TEXT] = {**(text if isinstance(text, Mapping) else {}), "eos_token_id": recorded_text["eos_token_id"]}
     return replace(model, config={**model.config, **decided})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,15 @@ def test_what_the_data_decided_is_no_other_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as refused:
         require_model_settings(saved, model_settings(model_config(with_recorded_data(other, saved))), tmp_path)
     assert "model: text_config.layer_norm_eps=0.5 (saved with 1e-12); use" in str(refused.value)
+
+
+def test_a_picture_token_that_a_tower_keeps_is_no_other_model(tmp_path: Path) -> None:
+    model = compose(["model=phi4_multimodal_tiny"])[0].model
+    saved = model_settings(model_config(replace(model, config=copy.deepcopy(model.config))))
+    saved["vision_config"]["image_token_id"] = 3
+    live = model_settings(model_config(with_recorded_data(model, saved)))
+    require_model_settings(saved, live, tmp_path)
+    assert live["vision_config"]["hidden_size"] == saved["vision_config"]["hidden_size"] == 64
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

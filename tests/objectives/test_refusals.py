@@ -231,8 +231,8 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         model=llama4_tiny strategy=tp trainer.devices=2 model.config.text_config.intermediate_size_mlp=257
             -> strategy.tp=2: it does not divide the feed-forward width, intermediate_size_mlp=257
         model=phi4_multimodal_tiny data.min_pixels=64 -> data.min_pixels=64: a mosaic has no fewest tiles
-        model=phi4_multimodal_tiny model.config.vision_config.patch_size=8 -> patch_size=8: a tile has 8 pixels
-        model=phi4_multimodal_tiny model.config.vision_config.crop_size=16 -> crop_size=16: its tower sees such tiles
+        model=phi4_multimodal_tiny model.config.vision_config.patch_size=16 -> patch_size=16: a tile has 16 pixels
+        model=phi4_multimodal_tiny model.config.vision_config.crop_size=32 -> crop_size=32: its tower sees such tiles
         model=phi4_multimodal_tiny strategy=zero3 trainer.devices=2 -> strategy.deepspeed.stage=3: phi4_multimodal runs
         model=phi4_multimodal_tiny strategy=pp trainer.devices=2 -> strategy.pp=2
         model=llama4_tiny data.max_pixels=60 -> data.max_pixels=60: a tile has 64 pixels

@@ -91,7 +91,7 @@ def test_the_tiny_models_are_the_promised_families() -> None:
 AS_OTHERS = (
     *("clip_tiny", "llava_tiny", "paligemma_tiny", "qwen25_vl_tiny", "smolvlm_tiny", "vit_bert_tiny", "wav2vec2_tiny"),
     *("bert_tiny", "gemma3_tiny", "gemma4_tiny", "internvl_tiny", "llama_tiny", "mistral3_tiny", "qwen35_tiny"),
-    *("llama4_tiny", "phi4_multimodal_tiny", "qwen3_vl_tiny", "t5_tiny", "vit_tiny", "whisper_tiny", "ast_tiny"),
+    *("llama4_tiny", "qwen3_vl_tiny", "t5_tiny", "vit_tiny", "whisper_tiny", "ast_tiny"),
 )
 """Commands of docs/guides/images.md and speech.md train them, or tests/objectives and tests/runs; ``make test``
 tries the others."""
