@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import PreTrainedModel
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.inference.open import read_from
-from mgpu_pipe.system.conf_folders import conf_dir
 
 SMALL: dict[str, object] = {
     **{"vocab_size": 128, "head_dim": 16, "kv_lora_rank": 16, "attention_types": [[["global"], 2]]},
