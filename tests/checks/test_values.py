@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from mgpu_pipe.config.hydra.compose import compose, compose_checked
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.system import hardware
+from tests.support.needs import nobodys_folder
 
 CPU = "trainer.accelerator=cpu"
 
@@ -188,10 +188,12 @@ def test_a_joined_worlds_processes_leave_the_run_folder_to_the_launch(
     preflight(compose([CPU, f"run.dir={tmp_path}", "strategy=ddp", "trainer.devices=2"])[0])
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir(mode=0o500)
-    (message,) = messages(f"run.root={tmp_path}/closed/runs")
+    messages("run.root=/dev/null/runs", f"data.cache_dir={tmp_path}")  # nobody may not read what it imports
+    with nobodys_folder() as folder:
+        (folder / "closed").mkdir(mode=0o500)
+        told = messages(f"run.root={folder}/closed/runs", f"data.cache_dir={folder}")
+    (message,) = [line for line in told if line.startswith("run.root=")]
     assert "cannot be written" in message
 
 
