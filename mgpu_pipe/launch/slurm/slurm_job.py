@@ -73,8 +73,7 @@ def _check_and_launch(folder: Path, again: Sequence[str]) -> int:
     config = replace(
         config, run=replace(config.run, dir=str(folder)), checkpoint=replace(config.checkpoint, resume="auto")
     )
-    faults = node_faults(config.trainer, config.strategy, folder, node)
-    if faults:
+    if faults := node_faults(config.trainer, config.strategy, folder, node):
         exclude_node(folder, node, faults)
         print_line(f"error: node {node}: {'; '.join(faults)}; the job is queued again without it", file=sys.stderr)
         return EXIT_STOPPED
