@@ -46,7 +46,7 @@ TOWERS: dict[str, dict[str, object]] = {
 
 
 def tiny_model(model_type: str, **config: object) -> ModelConfig:
-    """A model of that family with about 0.1M parameters; the towers of a text model are those of a shipped one."""
+    """A model of that family with about 0.1M parameters."""
     known = config_class(model_type)
     assert known is not None
     own = set(known.annotations)
