@@ -170,8 +170,8 @@ def test_stopped_before_its_time_limit_it_goes_on(cluster: Cluster, cache: Path,
 
 @pytest.mark.exhaustive
 def test_a_save_that_takes_longer_than_the_warning_begins_in_time(cluster: Cluster, cache: Path, shared: Path) -> None:
-    """The warning comes two seconds before the limit, a save takes some ten."""
-    words = (*ONE, "trainer.max_steps=60", "checkpoint.every_n_steps=5")
+    """The warning comes two seconds before the limit of three minutes, a save takes some eight."""
+    words = (*ONE, "trainer.max_steps=90", "checkpoint.every_n_steps=5")
     whole = run_folder(mgpu(cache, shared, *words, "launch=local", "run.name=whole"))
     slow = ("callbacks.slow._target_=tests.support.slow.Slow", "callbacks.slow.seconds=0.6")
     disk = ("callbacks.disk._target_=tests.support.disk.SlowDisk", "callbacks.disk.seconds=0.1")
