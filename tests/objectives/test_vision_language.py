@@ -167,7 +167,7 @@ LLAVA_15 = (
 def test_a_template_that_takes_parts_is_given_them() -> None:
     template = ChatTemplate(LLAVA_15)
     line = json.dumps({"messages": said("<image>\nWhat is it?", "A cat.")})
-    text, spans = template.conversation(line, "here", "messages")
+    text, spans, *_ = template.conversation(line, "here", "messages")
     assert text == "USER: <image>\nWhat is it? ASSISTANT: A cat. "
     assert [text[start:end] for start, end in spans] == ["A cat. "] and not template.odd
     asked = [{"role": "user", "content": "<image>What?"}]
