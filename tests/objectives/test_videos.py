@@ -153,7 +153,7 @@ def test_pictures_of_a_video_that_are_told_their_times_are_those_of_transformers
     template = chat_of(prepared.tokenizer_folder)
     assert template is not None
     for row, said_in in enumerate(rows_of(config.data, [tmp_path / "chats.jsonl"])):  # type: ignore[arg-type]
-        text, _ = template.conversation(said_in.text, said_in.origin, "messages")
+        text, *_ = template.conversation(said_in.text, said_in.origin, "messages")
         grids: dict[str, list[Any]] = {"still": [], "video": []}
         patches: dict[str, list[Any]] = {"still": [], "video": []}
         given = dict[str, Any]()
