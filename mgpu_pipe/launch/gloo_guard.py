@@ -91,7 +91,8 @@ def build(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
                 raise error
             return group
         part.set(f"ends/{rank}", json.dumps([ports, [] if group is None else sorted(_pairs_in_use())]))
-        if _is_whole([_Ends.from_json(part.get(f"ends/{other}")) for other in range(size)]):
+        ends = [_Ends.from_json(part.get(f"ends/{other}")) for other in range(size)]
+        if _is_whole(ends) and (attempt > 0 or not _has_stranger(ends)):
             return group
         users |= {entry.user for entry in _sockets() if entry.remote[1] in ports} - {os.geteuid()}
         if users:
@@ -132,6 +133,13 @@ def _is_whole(ends: list[_Ends]) -> bool:
             if not ends_of_rank.ports or len(joined) != len(ends_of_rank.ports):
                 return False
     return True
+
+
+def _has_stranger(ends: list[_Ends]) -> bool:
+    """Whether a connection to a rank's listener comes from no rank. Without a filter it may have taken a rank's place,
+    whose own connection gloo then watches too, until it has read which rank that is."""
+    from_ranks = {pair[::-1] for of_rank in ends for pair in of_rank.pairs}
+    return any(pair[0][1] in rank.ports and pair not in from_ranks for rank in ends for pair in rank.pairs)
 
 
 @contextmanager
