@@ -214,10 +214,15 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
         raise DataError(f"{origin}: has no column '{column}' (nor {forms}) but {', '.join(row) or 'none'}; {fix}")
     value = json_value(row[column])
     if isinstance(value, list) and value:
-        if all(isinstance(message, str) for message in value):  # UltraChat's form
-            value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
-        value = system_before(value, row, origin)
+        value = system_before(spoken_in_turns(value), row, origin)
     return _check(value, column, origin)
+
+
+def spoken_in_turns(value: list[Any]) -> list[Any]:
+    """The messages of a list of texts (UltraChat's form), of which the user says the first; any other unchanged."""
+    if not all(isinstance(message, str) for message in value):
+        return value
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
 
 
 def _is_talk(value: list[Any]) -> bool:

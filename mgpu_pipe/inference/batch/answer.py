@@ -175,7 +175,7 @@ class AnswerEngine:
         else:
             prompt = prompt_of(row, origin)
         if self.chat is None and not isinstance(prompt, str):
-            raise BadInputError("the model has no chat template for messages; give a prompt")
+            raise BadInputError("the model has no chat template for messages; give a prompt without system or history")
         ids = encode(self.tokenizer, prompt, self.chat, tools_of(row, origin) if self.chat is not None else None)
         if chat_row is None:
             require_rows(self._run.model, self.tokenizer, ids)

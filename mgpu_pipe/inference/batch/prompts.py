@@ -19,7 +19,17 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.images.chat_rows import ALSO, AUDIOS, COLUMN, ChatRow, read_chat_row
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.tables import keep_in, row_lines
-from mgpu_pipe.data.text.conversations import PLACES, SHAREGPT, prompt_messages, system_before
+from mgpu_pipe.data.text.conversations import (
+    HISTORY,
+    PLACES,
+    SHAREGPT,
+    history_of,
+    prompt_messages,
+    sides_of,
+    spoken_in_turns,
+    system_before,
+)
+from mgpu_pipe.data.text.foreign_messages import CALL, json_value, standard_role, with_lists
 from mgpu_pipe.errors import DataError, MgpuError
 from mgpu_pipe.inference.generation import Prompt
 from mgpu_pipe.inference.visual_prompts import with_places
@@ -80,7 +90,7 @@ def _row(line: str, origin: str, encode: EncodeRow) -> PromptRow:
     try:
         row = files.json_row(line, origin)
         keys = {name: row[name] for name in KEYS if name in row}
-        row, unread = _request_of(row)
+        row, unread = _request_of(row, origin)
         return replace(encode(number, row, origin), keys=keys, unread=unread)
     except DataError as error:
         return PromptRow(number, keys=keys, error=str(error))
@@ -88,11 +98,14 @@ def _row(line: str, origin: str, encode: EncodeRow) -> PromptRow:
         return PromptRow(number, keys=keys, error=f"{origin}: {error}")
 
 
-def _request_of(row: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _request_of(row: dict[str, Any], origin: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The row with its messages in :data:`MESSAGES`, and the settings that it names."""
     unread: tuple[str, ...] = ()
     if isinstance(body := row.get(BODY), dict):
         row, unread = body, tuple(name for name in SETTINGS if body.get(name) is not None)
+    row = with_lists(row, sides_of(row), (), origin) if PROMPT in row else row
+    lists = {name: json_value(row.get(name)) for name in (MESSAGES, SHAREGPT)}
+    row = {**row, **{name: spoken_in_turns(value) for name, value in lists.items() if isinstance(value, list)}}
     for name in (SHAREGPT, PROMPT):  # TRL's prompts are messages
         if isinstance(row.get(name), list) and MESSAGES not in row:
             row = {MESSAGES: row[name], **{other: value for other, value in row.items() if other != name}}
@@ -106,16 +119,21 @@ def prompt_of(row: Mapping[str, Any], origin: str) -> Prompt:
         DataError: it has neither, both, or another type.
     """
     _check_form(row, origin)
-    if MESSAGES in row:
-        messages = _without_answer(row[MESSAGES])
-        if isinstance(messages, list):
-            messages = system_before(messages, dict(row), origin)
-        messages = prompt_messages(messages, MESSAGES, origin)
-        for message in messages:
-            files.check_unicode(str(message["content"]), origin)
-        return messages
-    files.check_unicode(row[PROMPT], origin)
-    return str(row[PROMPT])
+    turns = _without_answer(row[MESSAGES]) if MESSAGES in row else _question_of(row, row[PROMPT], origin)
+    if isinstance(turns, list):
+        turns = system_before(turns, dict(row), origin)
+    if PROMPT in row and isinstance(turns, list) and len(turns) == 1:
+        files.check_unicode(row[PROMPT], origin)
+        return str(row[PROMPT])
+    messages = prompt_messages(turns, MESSAGES, origin)
+    for message in messages:
+        files.check_unicode(str(message["content"]), origin)
+    return messages
+
+
+def _question_of(row: Mapping[str, Any], text: str, origin: str) -> list[Any]:
+    """Appends the question, with this text, to the turns before it."""
+    return [*history_of(dict(row), origin), {"role": "user", "content": text}]
 
 
 def _check_form(row: Mapping[str, Any], origin: str) -> None:
@@ -128,7 +146,7 @@ def _check_form(row: Mapping[str, Any], origin: str) -> None:
 
 def _without_answer(messages: object) -> object:
     while isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-        if messages[-1].get("role", messages[-1].get("from")) not in ("assistant", "gpt"):
+        if standard_role(messages[-1]).strip().lower() not in ("assistant", CALL):
             break
         messages = messages[:-1]
     return messages
@@ -143,7 +161,8 @@ def has_places(row: Mapping[str, Any]) -> bool:
     """Whether a text of the row has a place of a picture, or a message has parts."""
     messages = row.get(MESSAGES)
     contents = [message.get("content") for message in messages if isinstance(message, dict)] if messages else []
-    return any(isinstance(text, list) or PLACES.search(str(text)) for text in (*contents, row.get(PROMPT)))
+    said = (*contents, row.get(PROMPT), str(row.get(HISTORY)))
+    return any(isinstance(text, list) or PLACES.search(str(text)) for text in said)
 
 
 def visual_prompt_of(
@@ -162,8 +181,9 @@ def visual_prompt_of(
     messages = _without_answer(row.get(MESSAGES))
     if PROMPT in row:
         columns = ((data.image_column, "image"), (data.video_column, "video"), (AUDIOS, "audio"))
-        counts = [_count(row, *names) for names in columns]
-        messages = [{"role": "user", "content": with_places(row[PROMPT], *counts)}]
+        before = str(row.get(HISTORY))  # its places stand there already
+        counts = [0 if f"<{also}>" in before else _count(row, column, also) for column, also in columns]
+        messages = _question_of(row, with_places(row[PROMPT], *counts), origin)
     others = {name: value for name, value in row.items() if name not in (PROMPT, MESSAGES, SHAREGPT)}
     training_row = {**others, COLUMN: [*messages, ANSWER] if isinstance(messages, list) and messages else messages}
     data = PictureChatConfig(image_column=data.image_column, video_column=data.video_column, messages_column=COLUMN)
@@ -171,7 +191,8 @@ def visual_prompt_of(
     chat_row = read_chat_row(json.dumps(training_row), origin, 0, data, folder, keep, missing=False, taken=taken)
     files.check_unicode(chat_row.text, origin)
     *before_answer, _ = json.loads(chat_row.text)[COLUMN]
-    return str(before_answer[0]["content"]) if PROMPT in row else before_answer, chat_row
+    is_alone = PROMPT in row and len(before_answer) == 1
+    return str(before_answer[0]["content"]) if is_alone else before_answer, chat_row
 
 
 def _count(row: Mapping[str, Any], column: str, also: str) -> int:
