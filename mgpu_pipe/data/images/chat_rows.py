@@ -39,7 +39,7 @@ from mgpu_pipe.data.text.conversations import (
     unused_columns,
     write_literally,
 )
-from mgpu_pipe.data.text.earlier_versions import is_read_anew
+from mgpu_pipe.data.text.earlier_versions import ANEW, mark_of
 from mgpu_pipe.data.text.foreign_messages import ROLES, with_lists
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.local_files import is_file, is_folder
@@ -82,7 +82,7 @@ class ChatRow:
         size: its share of the progress.
         unused: columns that nothing reads.
         rates: frames a second of folders of frames; 0 where the row does not state it, and of other inputs.
-        is_anew: whether earlier versions read it otherwise.
+        mark: of a row that earlier versions read otherwise; empty for any other.
     """
 
     text: str
@@ -94,7 +94,7 @@ class ChatRow:
     size: int
     unused: tuple[str, ...] = ()
     rates: tuple[float, ...] = ()
-    is_anew: bool = False
+    mark: str = ""
 
     @property
     def kinds(self) -> list[str]:
@@ -195,7 +195,7 @@ def read_chat_row(
     row = files.json_row(line, origin, data.messages_column, data.image_column, data.video_column)
     if LITERAL in line or "\\ufdd3" in line.lower():
         raise DataError(f"{origin}: a message contains a Unicode noncharacter (U+FDD3); {files.FIX}")
-    is_anew = is_read_anew(row, data.messages_column, "chat") or bool(INSIDE.search(line))
+    mark = mark_of(row, data.messages_column, "chat") or (ANEW if INSIDE.search(line) else "")
     text, named, rates = conversation_of(row, origin, data, keep, taken)
     pictures = tuple(find_named(folder, name) for name, _ in named)
     videos, sounds = (tuple(kind == place for _, kind in named) for place in (VIDEO, AUDIO))
@@ -212,7 +212,7 @@ def read_chat_row(
     names = (Path(name).name if is_embedded(Path(name)) else name for name, _ in named)
     key = "\0".join(names) or text
     rated = tuple(rate * there for rate, there in zip(rate_of, folders, strict=True))
-    return ChatRow(text, pictures, videos, sounds, key, origin, size, tuple(unused), rated, is_anew)
+    return ChatRow(text, pictures, videos, sounds, key, origin, size, tuple(unused), rated, mark)
 
 
 def _rates_of(row: dict[str, Any], in_parts: Sequence[object], videos: int, origin: str) -> list[float]:

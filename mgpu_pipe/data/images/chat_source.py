@@ -36,6 +36,7 @@ from mgpu_pipe.data.tables import keep_in
 from mgpu_pipe.data.text.chat_templates import places_taken
 from mgpu_pipe.data.text.conversations import EVERY_PLACE
 from mgpu_pipe.data.text.documents import Document, Source
+from mgpu_pipe.data.text.earlier_versions import AGAIN, ANEW
 from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
 from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_out_groups
 from mgpu_pipe.data.text.notes import Notes
@@ -127,7 +128,7 @@ class ChatSource:
 
         size = sum(content.size for content in known.values())
         chats = cls(plain, together, writes_times, Source(data.source, "", size, documents_of, "chat"), places=taken)
-        numbers, places, is_anew = dict[tuple[Path, str, float], int](), dict[Path, int](), False
+        numbers, places, marks = dict[tuple[Path, str, float], int](), dict[Path, int](), set[str]()
         for row in rows(chats.skipped):
             chats.notes.add_unused(row.origin, row.unused)
             visuals = list(zip(row.pictures, row.kinds, row.rates, strict=True))
@@ -139,12 +140,12 @@ class ChatSource:
             chats.pictures.append(tuple(numbers[visual] for visual in visuals))
             chats.origins.append(row.origin)
             chats.keys.append(row.key)
-            is_anew = is_anew or row.is_anew
+            marks.add(row.mark)
         columns = (data.messages_column, data.image_column, data.video_column, data.format)
         content: list[Any] = [columns, contents_of(paths, unusable, known)]
         # The model also decides which rows are usable.
         content += [[Path(origin).name for origin, _ in chats.skipped]] if chats.skipped else []
-        content += ["anew"] if is_anew else []
+        content += [mark for mark in (ANEW, AGAIN) if mark in marks]
         return replace(chats, source=replace(chats.source, identity=digest_of("picture_chats", *content)))
 
     @classmethod

@@ -17,6 +17,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.text.beir import pair_lines, text_files
 from mgpu_pipe.data.text.documents import Document
+from mgpu_pipe.data.text.earlier_versions import ANEW
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, check_first_row, table_rows, text_of
 from mgpu_pipe.data.text.pair_columns import USUAL, check_pair_columns, is_published, pair_row
 from mgpu_pipe.errors import DataError
@@ -231,7 +232,7 @@ PAIRS = FileFormat(
     columns=_pair_columns,
     kind="text_groups",
     others=text_files,
-    reads_anew=lambda data, line: is_published(line, cast(EmbeddingPairsConfig, data).text_columns()),
+    reads_anew=lambda data, line: ANEW if is_published(line, cast(EmbeddingPairsConfig, data).text_columns()) else "",
 )
 SCORED = FileFormat(
     name="scored_pairs",

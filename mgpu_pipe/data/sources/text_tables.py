@@ -24,7 +24,7 @@ from mgpu_pipe.data.parquet_rows import check_column, is_columnar, parquet_rows
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.earlier_versions import is_read_anew
+from mgpu_pipe.data.text.earlier_versions import mark_of
 from mgpu_pipe.data.text.file_source import (
     ChatFormat,
     FileFormat,
@@ -117,11 +117,11 @@ PAIRS = FileFormat(
 PAIR_SOURCE = PAIRS.source(samples="pairs", reads=(*TEXT_KEYS, "source_column", "target_column", "target_len"))
 
 
-def reads_conversation_anew(kind: DocumentKind, data: DataConfig, line: str) -> bool:
+def mark_conversation(kind: DocumentKind, data: DataConfig, line: str) -> str:
     try:
-        return is_read_anew(files.json_row(line, "", data.messages_column), data.messages_column, kind)
+        return mark_of(files.json_row(line, "", data.messages_column), data.messages_column, kind)
     except DataError:
-        return False
+        return ""
 
 
 def check_chat(data: DataConfig, line: str, origin: str) -> None:
@@ -135,7 +135,7 @@ CHATS = ChatFormat(
     check_file=partial(check_first_row, check_row=check_chat, nested=True),
     columns=lambda data: data.messages_column if data.format == "auto" else [data.messages_column, data.format],
     kind="chat",
-    reads_anew=partial(reads_conversation_anew, "chat"),
+    reads_anew=partial(mark_conversation, "chat"),
 )
 CHAT_SOURCE = CHATS.source(reads=(*TEXT_KEYS, "messages_column", "format"))
 
@@ -162,7 +162,7 @@ def answer_format(name: str, kind: DocumentKind, read: ReadRow) -> ChatFormat:
         check_file=partial(check_first_row, check_row=check_row, nested=True),
         columns=lambda data: [kind, data.messages_column],
         kind=kind,
-        reads_anew=partial(reads_conversation_anew, kind),
+        reads_anew=partial(mark_conversation, kind),
     )
 
 

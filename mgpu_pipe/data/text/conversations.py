@@ -49,7 +49,7 @@ def system_before(messages: list[Any], row: dict[str, Any], origin: str) -> list
     if not system.strip():
         return messages
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
-    if first.get("role", first.get("from")) in (SYSTEM, "developer"):
+    if standard_role(first) in (SYSTEM, "developer"):
         if str(first.get("content", first.get("value"))).strip() != system.strip():
             raise DataError(f"{origin}: column '{name}' and the first message are different system messages; {FIX}")
         return messages

@@ -28,7 +28,16 @@ from mgpu_pipe.data.text.conversations import (
     joins_templates,
     sides_of,
 )
-from mgpu_pipe.data.text.foreign_messages import json_value, standard_role, with_lists
+from mgpu_pipe.data.text.foreign_messages import (
+    CALL,
+    OBSERVATIONS,
+    SWIFT_CALL,
+    WRITTEN,
+    json_value,
+    small_role,
+    standard_role,
+    with_lists,
+)
 from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, is_transcript, prompt_column
 from mgpu_pipe.errors import DataError
 
@@ -37,6 +46,32 @@ if TYPE_CHECKING:
 
 _SHAREGPT = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bard"), "assistant"), "observation": "tool"}
 """Roles that earlier versions translated, of messages with ``from``."""
+ANEW, AGAIN = "anew", "again"
+"""Marks of rows that were read otherwise: once, and also after the first change. Both are parts of identities."""
+
+
+def mark_of(row: dict[str, Any], column: str, kind: str) -> str:
+    """:data:`AGAIN` or :data:`ANEW` for a row that earlier versions read otherwise, empty for any other."""
+    return AGAIN if is_read_again(row) else ANEW if is_read_anew(row, column, kind) else ""
+
+
+def is_read_again(row: Mapping[str, Any]) -> bool:
+    """Whether capitals in a role of a system message, a call or a tool's answer hid what it is."""
+    has_system = bool(row.get(first_there(dict(row), (SYSTEM, SYSTEM_PROMPT)) or SYSTEM))
+    for value in row.values():
+        value = json_value(value) if isinstance(value, str) and WRITTEN.match(value) else value
+        messages = [message for message in (value if isinstance(value, list) else [value]) if isinstance(message, dict)]
+        has_calls, roles = any(message.get(CALL) for message in messages), [small_role(message) for message in messages]
+        for number, (message, role) in enumerate(zip(messages, roles, strict=True)):
+            if message.get("role", message.get("from")) in (role, None):
+                continue
+            if role == SWIFT_CALL or (role == "assistant" and SWIFT_CALL in roles[number + 1 : number + 2]):
+                return True
+            if role in (CALL, *OBSERVATIONS) and ("role" not in message or (has_calls and role == "function")):
+                return True
+            if number == 0 and has_system and role in (SYSTEM, "developer"):
+                return True
+    return False
 
 
 def is_read_anew(row: dict[str, Any], column: str, kind: str) -> bool:

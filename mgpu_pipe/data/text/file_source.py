@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,13 +21,14 @@ from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, check_read
 from mgpu_pipe.data.parquet_rows import is_columnar
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.data.text.documents import Document, Source, Text
+from mgpu_pipe.data.text.earlier_versions import AGAIN, ANEW
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError, raised_by
 
 # Bytes that the preflight decodes at most; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 
 
-_REREAD_FORMAT = 2
+_REREAD_FORMAT = 3
 """Increased when a format's ``reads_anew`` knows more rows; the cache keeps its answers."""
 CheckFile = Callable[[DataConfig, Path, bool], None]
 """Checks a file, given the keys, its path, and whether to read all of it."""
@@ -123,8 +124,8 @@ class FileFormat(Generic[Content]):
         columns: names of the columns that are read, also part of the identity.
         kind: kind of the documents.
         others: further files that the rows of a file are made of.
-        reads_anew: whether earlier versions read a row (a line of JSON) otherwise. Only files with such a row get
-            another identity than they gave.
+        reads_anew: marks a row (a line of JSON) that earlier versions read otherwise; empty for any other. Only files
+            with such a row get another identity than they gave.
     """
 
     name: str
@@ -134,7 +135,7 @@ class FileFormat(Generic[Content]):
     columns: Callable[[DataConfig], object] = lambda data: None
     kind: DocumentKind = "text"
     others: Callable[[Path], Sequence[Path]] = lambda path: ()
-    reads_anew: Callable[[DataConfig, str], bool] | None = None
+    reads_anew: Callable[[DataConfig, str], str] | None = None
 
     def source(self, **declared: Any) -> DataSource:
         """Declares the data source of this name, which reads such files."""
@@ -170,9 +171,12 @@ class FileFormat(Generic[Content]):
         identity: list[Any] = ["files", self.name, self.columns(data), contents_of(paths, unusable, known)]
         if others := [file for path in known for file in self.others(path)]:
             identity.append(contents_of(others, {}, fingerprints(others, cache, progress)))
-        question = [*identity, _REREAD_FORMAT]
-        if self.reads_anew is not None and answer_once(cache, question, partial(self._reads_anew, data, known, cache)):
-            identity.append("anew")
+        if self.reads_anew is not None:
+            marks = lru_cache(partial(self._marks_of_rows, data, known, cache))
+            question: list[Any] = [*identity, _REREAD_FORMAT]
+            for mark in (ANEW, AGAIN):
+                if answer_once(cache, [*question, mark], partial(lambda mark: mark in marks(), mark)):
+                    identity.append(mark)
         return Source(
             name=data.source,
             identity=digest_of(*identity),
@@ -181,14 +185,14 @@ class FileFormat(Generic[Content]):
             kind=self.kind,
         )
 
-    def _reads_anew(self, data: DataConfig, known: Mapping[Path, Fingerprint], cache: Path) -> bool:
-        """Whether earlier versions read a row of these files otherwise."""
+    def _marks_of_rows(self, data: DataConfig, known: Mapping[Path, Fingerprint], cache: Path) -> set[str]:
+        """Marks of the rows of these files that earlier versions read otherwise."""
         assert self.reads_anew is not None
-        is_anew = partial(self.reads_anew, data)
+        mark_row = partial(self.reads_anew, data)
         lines = partial(row_lines, nested=True)
-        rows = rows_of_files(known, {}, lambda path: lines(path, known[path]), lambda line, *_: is_anew(line))
+        rows = rows_of_files(known, {}, lambda path: lines(path, known[path]), lambda line, *_: mark_row(line))
         try:
-            return any(answer is True for answer in rows)
+            return {mark for mark in rows if isinstance(mark, str)}
         except ChangedFileError:
             forget(list(known), cache)
             raise

@@ -33,11 +33,15 @@ WRITTEN = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:.*\]\
 
 def standard_role(message: Mapping[str, Any]) -> str:
     """Role of a message of any form by its standard name; another name unchanged."""
-    name = str(message.get("role", message.get("from")))
-    small = name.strip().lower()
+    name, small = str(message.get("role", message.get("from"))), small_role(message)
     if "role" not in message and small in OBSERVATIONS:
         return "tool"
     return ROLES.get(small, small if small in KNOWN_ROLES else name)
+
+
+def small_role(message: Mapping[str, Any]) -> str:
+    """Role of a message as it is written, in small letters."""
+    return str(message.get("role", message.get("from"))).strip().lower()
 
 
 def usual_messages(messages: Iterable[object]) -> list[object]:
@@ -47,12 +51,12 @@ def usual_messages(messages: Iterable[object]) -> list[object]:
         said = [_with_call(message) if isinstance(message, dict) else message for message in said]
     joined = list[object]()
     for message in said:
-        if not isinstance(message, dict) or message.get("role") != SWIFT_CALL:
+        if not isinstance(message, dict) or small_role(message) != SWIFT_CALL:
             joined.append(message)
             continue
         before = joined[-1] if joined else None
         call = message.get("content") or SWIFT_CALL
-        if isinstance(before, dict) and before.get("role") in ("assistant", SWIFT_CALL):
+        if isinstance(before, dict) and small_role(before) in ("assistant", SWIFT_CALL):
             calls = json_value(before.get("tool_calls")) or []
             joined[-1] = {**before, "tool_calls": [*(calls if isinstance(calls, list) else [calls]), call]}
         else:
@@ -80,9 +84,10 @@ def _usual_names(message: object) -> object:
     if "from" not in message:
         return message
     rest = {name: value for name, value in message.items() if name not in ("from", "value")}
-    if message["from"] == CALL:
+    small = small_role(message)
+    if small == CALL:
         return {"role": "assistant", "content": None, "tool_calls": message.get("value") or CALL, **rest}
-    role = "tool" if message["from"] in OBSERVATIONS else message["from"]
+    role = "tool" if small in OBSERVATIONS else message["from"]
     return {"role": role, "content": message.get("value"), **rest}
 
 
@@ -91,7 +96,7 @@ def _with_call(message: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in message.items() if name != CALL}
     if message.get(CALL):
         rest["tool_calls"] = [{"type": "function", "function": message[CALL]}]
-    return {**rest, "role": "tool"} if message.get("role") == "function" else rest
+    return {**rest, "role": "tool"} if small_role(message) == "function" else rest
 
 
 def with_lists(row: dict[str, Any], answers: Sequence[str], prompts: Iterable[str], origin: str) -> dict[str, Any]:

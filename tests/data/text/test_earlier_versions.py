@@ -76,11 +76,23 @@ OLD: dict[str, tuple[dict[str, Any], str]] = {
     "reasoning that nothing reads": (talk(USER, {**ANSWER, "thinking": "why"}), CHATML),
     "reasoning under its name": (talk(USER, {**ANSWER, "reasoning_content": "why"}), REASONING),
 }
+CALL = '{"name": "f", "arguments": {}}'
+AGAIN: dict[str, dict[str, Any]] = {
+    "a system prompt next to a System message": talk({"role": "System", "content": "Be."}, USER, ANSWER, system="Be."),
+    "the same in a text": {
+        "messages": json.dumps([{"role": "System", "content": "Be."}, USER, ANSWER]),
+        "system": "Be.",
+    },
+    "an Observation": {"conversations": [{"from": "Observation", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    "a Function_Call": {"conversations": [{"from": "Function_Call", "value": CALL}, {"from": "gpt", "value": "b"}]},
+    "a Tool_Call": talk({"role": "Tool_Call", "content": CALL}, ANSWER),
+}
+"""Rows of roles that the version before read otherwise too."""
 
 
-@pytest.mark.parametrize("name", [*NEW, *OLD])
+@pytest.mark.parametrize("name", [*NEW, *OLD, *AGAIN])
 def test_only_conversations_that_are_read_otherwise_get_another_identity(tmp_path: Path, name: str) -> None:
-    row, template = {**NEW, **OLD}[name]
+    row, template = {**NEW, **OLD}.get(name) or (AGAIN[name], CHATML)
     (tmp_path / "template.jinja").write_text(template)
     file, cache = write_jsonl(tmp_path / "chats.jsonl", [talk(), row]), tmp_path / "cache"
     words = (f"data.paths=[{file}]", f"data.cache_dir={cache}", f"data.chat_template={tmp_path / 'template.jinja'}")
@@ -89,9 +101,15 @@ def test_only_conversations_that_are_read_otherwise_get_another_identity(tmp_pat
     answer_once(cache, ["files", "chat_jsonl", "messages", contents], lambda: False)  # by an earlier version
     prepared = prepare(compose([*chosen, *words, "data.validation_fraction=0", "data.seq_len=64"])[0])
     assert isinstance(prepared, PreparedData)
-    source, known = digest_of("files", "chat_jsonl", "messages", contents), read_manifest(prepared.folder) or {}
-    before = {"source": source, "tokenizer": known["tokenizer"], "format": 1, "conversations": 2}
-    assert (prepared.folder.name == digest_of(before)) == (name in OLD)
+    names = []
+    for mark in ([], ["anew"]):
+        source = digest_of("files", "chat_jsonl", "messages", contents, *mark)
+        known = read_manifest(prepared.folder) or {}
+        before = {"source": source, "tokenizer": known["tokenizer"], "format": 1, "conversations": 2}
+        names.append(digest_of(before))
+    assert (prepared.folder.name == names[0]) == (name in OLD)
+    assert prepared.folder.name != names[1] or name in NEW
+    assert prepared.folder.name == names[1] or name != "another role"
 
 
 def test_prompts_of_answers_that_lie_elsewhere_now_are_read_anew() -> None:
