@@ -307,8 +307,8 @@ class EvalTask:
     """answers: the share of generated answers that are right, word for word; choice: of questions whose right choice
     is the likeliest; perplexity: of texts, a token."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs: lines as in data=chat_jsonl (answers), of {prompt, choices, answer} (choice), text files or JSON
-    lines with a text (perplexity)."""
+    """Files or globs: rows as in data=chat_jsonl (answers), of {prompt, choices, answer} (choice), text files or rows
+    with a text (perplexity)."""
     source: Literal["rule_chat"] | None = None
     """Instead of paths: the held-out conversations of data=rule_chat (answers)."""
     pattern: str | None = None

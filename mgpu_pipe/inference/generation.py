@@ -86,6 +86,7 @@ def generate_text(
     streamer: BaseStreamer | None = None,
     batch_size: int = 1,
     visuals: PromptVisuals | None = None,
+    tools: Sequence[list[Any] | None] | None = None,
     draft: PreTrainedModel | None = None,
 ) -> list[str]:
     """The continuation of each prompt without the prompt, or the output of an encoder-decoder model.
@@ -102,7 +103,7 @@ def generate_text(
         forward: replaces the model's forward pass; it gets whole texts, unless it keeps a cache (:func:`keeps_cache`).
         streamer: of transformers; gets the ids of the prompt and then each new id.
         batch_size: prompts of one forward pass, where temperature is 0.
-        visuals: the pictures and videos of each prompt.
+        visuals, tools: the pictures and videos of each prompt, and the tools that ``chat`` offers in it.
         draft: proposes tokens that the model checks (:func:`.open.open_draft`); for temperature 0 and a batch of one.
 
     Raises:
@@ -110,20 +111,19 @@ def generate_text(
     """
     if model.main_input_name == "input_features":
         raise BadInputError(f"{type(model).__name__} hears recordings and continues no text; use mgpu-pipe eval")
-    if isinstance(tokenizer, Path):
-        tokenizer = load_tokenizer(tokenizer)
+    tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, Path) else tokenizer
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
     if is_encoder_decoder and together:
         from mgpu_pipe.inference.parallel_run import EncoderDecoderForward
 
         forward = forward or EncoderDecoderForward(model)
-    if temperature is None:
-        temperature = 0.0 if is_encoder_decoder else 0.8
+    temperature = (0.0 if is_encoder_decoder else 0.8) if temperature is None else temperature
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, min_p, stop)
     device, end_ids = input_device(model), end_tokens(tokenizer, chat)
     lead = "" if chat is None else chat.lead()
     with generation_mode(model, forward):
-        token_ids = [encode(tokenizer, prompt, chat) for prompt in prompts]
+        schemas = tools or [None] * len(prompts)
+        token_ids = [encode(tokenizer, text, chat, schema) for text, schema in zip(prompts, schemas, strict=True)]
         token_ids = token_ids if visuals is None else [visuals.expand(ids) for ids in token_ids]
         continuations = []
         for first in range(0, len(token_ids), batch_size):

@@ -24,7 +24,7 @@ _LONGEST_FIELD, _MOST_DIGITS = 1 << 16, 18
 """Bytes of a field of a WET file's record, and digits of the record's size, at most."""
 
 
-def read_texts(data: DataConfig, path: Path, expected: Fingerprint) -> Iterator[tuple[Text, str, int]]:
+def read_texts(path: Path, expected: Fingerprint | None = None) -> Iterator[tuple[Text, str, int]]:
     """Yields the text of a file, or of each file in a zip file, or of each record in a WET file."""
     if is_wet(path):
         yield from _read_records(path, expected)
@@ -33,13 +33,13 @@ def read_texts(data: DataConfig, path: Path, expected: Fingerprint) -> Iterator[
     for number, member in enumerate(members):
         origin = str(path) if len(members) == 1 else f"{path}: {member}"
         text = _decode(files.read_parts(path, expected, member), origin)
-        yield text, origin, 0 if number else expected.size
+        yield text, origin, 0 if number or expected is None else expected.size
 
 
-def _read_records(path: Path, expected: Fingerprint) -> Iterator[tuple[Text, str, int]]:
+def _read_records(path: Path, expected: Fingerprint | None) -> Iterator[tuple[Text, str, int]]:
     """Yields the texts of a WET file. A record is its first line, fields, a blank line, and as many bytes as they say
     (https://iipc.github.io/warc-specifications/specifications/warc-format/warc-1.0)."""
-    number, share = 0, expected.size
+    number, share = 0, 0 if expected is None else expected.size
     try:
         with open_text(path, expected) as file:
             while first := file.readline(_LONGEST_FIELD):
@@ -90,7 +90,9 @@ def check_text_file(data: DataConfig, path: Path, whole: bool) -> None:
         files.whole_row(line, origin)
 
 
-FORMAT = FileFormat("text_files", read_texts, whole_document, check_text_file)
+FORMAT = FileFormat(
+    "text_files", lambda data, path, expected: read_texts(path, expected), whole_document, check_text_file
+)
 
 
 def check_library(model: ModelConfig, data: DataConfig) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mgpu_pipe.config.group_keys import EvalTask
 from mgpu_pipe.data import files
-from mgpu_pipe.data.text.conversations import messages_of
+from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.conversations import messages_of, tools_of
 from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.inference.tasks import TaskResult, choose_samples
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class Question(NamedTuple):
-    """A conversation up to the answer, and the right answer."""
+    """A conversation up to the answer, the right answer, and the tools that the model may call."""
 
     messages: Sequence[Mapping[str, Any]]
     truth: str
+    tools: list[Any] | None = None
 
 
 def read(task: EvalTask, key: str, text_column: str) -> list[Question]:
@@ -30,7 +32,7 @@ def read(task: EvalTask, key: str, text_column: str) -> list[Question]:
 
 def measure(rows: Sequence[Question], task: EvalTask, judge: Judge) -> TaskResult:
     pattern, share = _pattern(task, ""), judge.share(len(rows))
-    answers = judge.answers([rows[index].messages for index in share], task)
+    answers = judge.answers([rows[index].messages for index in share], task, [rows[index].tools for index in share])
     right, samples = [0.0] * len(rows), []
     for index, text in zip(share, answers, strict=True):
         is_right = _extract(pattern, text) == (_extract(pattern, rows[index].truth) or rows[index].truth.strip())
@@ -44,7 +46,7 @@ def _lines(task: EvalTask, key: str) -> Iterator[tuple[str, str]]:
     """The JSON lines, each with its file and line number."""
     if task.source is None:
         for path in files.expand_paths(task.paths, f"{key}.paths"):
-            for line, origin, _ in files.read_lines(path):
+            for line, origin, _ in row_lines(path, nested=True):
                 yield line, origin
         return
     from mgpu_pipe.data.text.rules import held_out_conversations  # numpy
@@ -54,11 +56,12 @@ def _lines(task: EvalTask, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _question(line: str, origin: str) -> Question:
-    messages = messages_of(files.json_row(line, origin), origin, "messages")
+    row = files.json_row(line, origin)
+    messages = messages_of(row, origin, "messages")
     truth = messages[-1]["content"]
     if messages[-1]["role"] != "assistant" or not truth or len(messages) < 2:
         raise DataError(f"{origin}: the last message is not an answer of the assistant; add the right answer")
-    return Question(messages[:-1], truth)
+    return Question(messages[:-1], truth, tools_of(row, origin))
 
 
 def _pattern(task: EvalTask, key: str) -> re.Pattern[str] | None:

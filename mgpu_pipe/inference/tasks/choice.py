@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mgpu_pipe.config.group_keys import EvalTask
 from mgpu_pipe.data import files
+from mgpu_pipe.data.tables import nested_value, row_lines
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.inference.tasks import TaskResult, choose_samples
 
@@ -26,7 +27,7 @@ def read(task: EvalTask, key: str, text_column: str) -> list[Choice]:
     return [
         _choice(files.json_row(line, origin), origin)
         for path in files.expand_paths(task.paths, f"{key}.paths")
-        for line, origin, _ in files.read_lines(path)
+        for line, origin, _ in row_lines(path)
     ]
 
 
@@ -46,6 +47,8 @@ def measure(rows: Sequence[Choice], task: EvalTask, judge: Judge) -> TaskResult:
 def _choice(row: dict[str, Any], origin: str) -> Choice:
     prompt, answer = row.get("prompt"), row.get("answer")
     listed = row.get("choices")
+    listed = nested_value(listed) if isinstance(listed, str) else listed
+    answer = int(answer) if isinstance(answer, str) and answer.isdecimal() else answer  # of CSV
     choices = [choice for choice in listed if isinstance(choice, str) and choice] if isinstance(listed, list) else []
     if not isinstance(prompt, str) or len(choices) < 2 or choices != listed:
         raise DataError(f"{origin}: is not a question with two choices or more; write it like {FORM}")

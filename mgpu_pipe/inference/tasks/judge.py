@@ -63,8 +63,17 @@ class Judge:
         dist.all_reduce(total)
         return cast(list[float], total.tolist())
 
-    def answers(self, conversations: Sequence[Sequence[Mapping[str, Any]]], task: EvalTask) -> list[str]:
-        """The likeliest answer to each conversation; without a template, the line after the last message."""
+    def answers(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        task: EvalTask,
+        tools: Sequence[list[Any] | None] | None = None,
+    ) -> list[str]:
+        """The likeliest answer to each conversation; without a template, the line after the last message.
+
+        Args:
+            tools: that the template offers the model in each conversation.
+        """
         strategy, prompts = self.strategy, list[Prompt](conversations)
         if self.chat is None:
             prompts = [str(messages[-1]["content"]) for messages in conversations]
@@ -75,6 +84,7 @@ class Judge:
                 self.tokenizer,
                 prompts,
                 chat=self.chat,
+                tools=tools,
                 max_new_tokens=task.max_new_tokens,
                 temperature=0.0,
                 together=not self._answers_alone,
