@@ -11,14 +11,15 @@ import base64
 import csv
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal, NamedTuple
 from urllib.parse import unquote, unquote_to_bytes
 
 from mgpu_pipe.data import files
@@ -26,6 +27,7 @@ from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.compressed import bytes_read, codec_of, open_text, table_suffix
 from mgpu_pipe.data.fingerprint import Fingerprint, check_readable
 from mgpu_pipe.data.parquet_rows import is_columnar, parquet_lines
+from mgpu_pipe.data.quoted_lines import AnewError, QuotedLines
 from mgpu_pipe.errors import DataError
 
 Keep = Callable[[bytes], str]
@@ -85,6 +87,7 @@ RowLines = Iterator[tuple[str, str, int]]
 LOOKED_AT = 1000
 """Rows of a table that a check reads; they may embed files."""
 csv.field_size_limit(files.LONGEST_LINE)
+_log = logging.getLogger(__name__)
 
 
 def row_lines(
@@ -115,57 +118,104 @@ _LIST_START = re.compile(rf'\{{.*"(?:{"|".join(_LISTS)})"\s*:\s*\[')
 
 
 def _json_rows(path: Path, expected: Fingerprint | None) -> RowLines:
-    """Yields the rows of JSON Lines, of a JSON list, of objects one after another, or of the only object's list."""
+    """Yields the rows of JSON Lines, of JSON lists, of objects one after another, or of the only object's list."""
     lines = files.read_lines(path, expected)
     first, second = next(lines), next(lines, None)
-    start = first[0].strip()
-    opened = _LIST_START.match(start)
-    is_list = start.startswith("[") and not (second is not None and _is_list(start) and second[0].lstrip()[:1] == "[")
-    is_whole = is_list or start == "{" or (opened and (second is None or start[opened.end() :] in "{"))
-    if not is_whole and not _is_joined(start):
+    if not _is_whole_json(first[0].strip(), None if second is None else second[0].strip()):
         yield first
         yield from () if second is None else (second, *lines)
         return
     yield from _rows_of_whole_json(path, expected)
 
 
+def _is_whole_json(first: str, second: str | None) -> bool:
+    """Whether a JSON file with these lines is no JSON Lines."""
+    opened = _LIST_START.match(first)
+    is_list = first.startswith("[") and not (second is not None and _is_row(first) and second[:1] == "[")
+    is_whole = is_list or first == "{" or (opened and (second is None or first[opened.end() :] in "{"))
+    return bool(is_whole) or _is_joined(first)
+
+
 def _rows_of_whole_json(path: Path, expected: Fingerprint | None) -> RowLines:
     """Yields the rows of a JSON file that is no JSON Lines; its whole text is in memory."""
-    text = files.decode(files.read_bytes(path, expected), str(path)).removeprefix("\ufeff")
-    size, decoder = check_readable(path), json.JSONDecoder(parse_constant=files.refuse_constant)
-    offset, number, listed = _past(text, 0, " \t\r\n"), 0, text.lstrip()[:1] == "["
-    offset, before = offset + listed, 0
-    while (offset := _past(text, offset, " \t\r\n,")) < len(text) and not (listed and text[offset] == "]"):
+    text, size = _whole_text(path, expected), check_readable(path)
+    number, before = 0, 0
+    for number, value in enumerate(_values_in(text, path), start=1):
+        is_lone = number == 1 and not value.list_number and not text[value.end :].strip()
+        if is_lone and (rows := _rows_in(value.content)):
+            for number, row in enumerate(rows, start=1):
+                share = size * number // len(rows) - size * (number - 1) // len(rows)
+                yield json.dumps(row, ensure_ascii=False), f"{path}: row {number}", share
+            return
+        done = size * value.end // len(text)
+        yield text[value.start : value.end], f"{path}: row {number}", done - before
+        before = done
+    if not number:
+        raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+
+
+def has_joined_lists(path: Path, expected: Fingerprint | None = None) -> bool:
+    """Whether a JSON file goes on after its first list; raises like :func:`row_lines`."""
+    lines = files.read_lines(path, expected)
+    first, second = next(lines)[0].strip(), next(lines, None)
+    if not first.startswith("[") or not _is_whole_json(first, None if second is None else second[0].strip()):
+        return False
+    try:
+        return any(value.list_number > 1 for value in _values_in(_whole_text(path, expected), path))
+    except AnewError:
+        return True
+
+
+def _whole_text(path: Path, expected: Fingerprint | None) -> str:
+    return files.decode(files.read_bytes(path, expected), str(path)).removeprefix("\ufeff")
+
+
+class _Value(NamedTuple):
+    """A value in a text of JSON: its content, where it starts and ends, and the number of its list, 0 for none."""
+
+    content: Any
+    start: int
+    end: int
+    list_number: int
+
+
+def _values_in(text: str, path: Path) -> Iterator[_Value]:
+    """Yields each value of a text that is JSON lists, such as those of a zip's members, or values in no list."""
+    decoder = json.JSONDecoder(parse_constant=files.refuse_constant)
+    offset, number, lists = _past(text, 0), 0, int(text.lstrip()[:1] == "[")
+    offset += lists
+    while (offset := _past(text, offset)) < len(text):
+        if lists and text[offset] == "]":
+            offset = _past(text, offset + 1)
+            if offset == len(text):
+                return
+            if text[offset] != "[":
+                raise AnewError(f"{path}: goes on after the end of a JSON list; {files.FIX}")
+            offset, lists = offset + 1, lists + 1
+            continue
         number += 1
         origin = f"{path}: row {number}"
         try:
-            value, end = decoder.raw_decode(text, offset)
+            content, end = decoder.raw_decode(text, offset)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{origin}: is not valid JSON: {error.msg} (line {error.lineno}, character {error.colno}); {files.FIX}"
             ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{origin}: is not valid JSON: {error}; {files.FIX}") from error
-        done = size * end // len(text)
-        if number == 1 and not listed and not text[end:].strip() and (rows := _rows_in(value)):
-            for number, row in enumerate(rows, start=1):
-                share = size * number // len(rows) - size * (number - 1) // len(rows)
-                yield json.dumps(row, ensure_ascii=False), f"{path}: row {number}", share
-            return
-        yield text[offset:end], origin, done - before
-        offset, before = end, done
-    if listed and text[offset : offset + 1] != "]":
+        yield _Value(content, offset, end, lists)
+        offset = end
+    if lists:
         raise DataError(f"{path}: is a JSON list without its end; {files.REPLACE}")
-    if not number:
-        raise DataError(f"{path}: holds no rows; remove it from the data's paths")
 
 
-def _is_list(line: str) -> bool:
-    """Whether a line is a whole JSON list, which is a row where another list follows."""
+def _is_row(line: str) -> bool:
+    """Whether a line is a whole JSON list without objects, which is a row where another list follows."""
     try:
-        return isinstance(json.loads(line), list)
+        values = json.loads(line)
     except (ValueError, RecursionError):
         return False
+    return isinstance(values, list) and not any(isinstance(value, dict) for value in values)
 
 
 def _is_joined(line: str) -> bool:
@@ -185,47 +235,100 @@ def _rows_in(document: Mapping[str, object]) -> list[object]:
     return rows if whole else []
 
 
-def _past(text: str, offset: int, skipped: str) -> int:
-    while offset < len(text) and text[offset] in skipped:
+def _past(text: str, offset: int) -> int:
+    """First offset that is none of what may stand between values; joined files have marks of UTF-8 there."""
+    while offset < len(text) and text[offset] in " \t\r\n,\ufeff":
         offset += 1
     return offset
 
 
 def _separated_rows(path: Path, expected: Fingerprint | None, is_tsv: bool, nested: bool) -> RowLines:
-    """Yields rows of a separated file; the first names the columns. Fields of a TSV file may be quoted."""
-    reader, number, before, broken = None, 0, 0, list[files.BrokenRow]()
+    """Yields rows of a separated file, or of each in a zip file, whose first line names the columns."""
+    before, line = 0, None
+    for member in parts_of(path, expected):
+        for line, origin, done in _rows_of_part(path, expected, member, is_tsv, nested):
+            yield line, origin, max(0, done - before)
+            before = max(done, before)
+    if line is None:
+        raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+
+
+def parts_of(path: Path, expected: Fingerprint | None = None) -> Sequence[str | None]:
+    """Names of the separated files in a zip file of several; else None; raises like ``members_of``."""
+    members = files.members_of(path, expected)
+    return members if len(members) > 1 else [None]
+
+
+def _rows_of_part(path: Path, expected: Fingerprint | None, member: str | None, is_tsv: bool, nested: bool) -> RowLines:
+    """Yields rows of one separated file: line of JSON, origin, and bytes read so far. Fields of TSV may be quoted."""
+    table, broken, where = None, list[files.BrokenRow](), str(path) if member is None else f"{path}: {member}"
     try:
-        with open_text(path, expected) as file:
-            lines = _lines(path, file, broken)
-            head = next(lines, "")
-            is_tsv = is_tsv or _is_tabbed(head)
-            separator = "\t" if is_tsv else _separator(head)
-            quoting: Literal[0, 3] = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
-            reader = csv.reader(chain([head], lines), delimiter=separator, quoting=quoting, strict=True)
-            columns = [_unquote(name, is_tsv) for name in next(reader, [])]
+        with open_text(path, expected, member) as file:
+            table = _Table(_lines(where, file, broken), is_tsv)
+            table.warn_of_twins(where)
             if broken:
-                raise DataError(f"{path}:1: {broken[0]}")
-            while (fields := _next_fields(reader, broken)) is not None:
+                raise DataError(f"{where}:1: {broken[0]}")
+            quotes = QuotedLines(len(table.columns)) if table.is_tsv else None
+            start = table.reader.line_num + 1
+            while (fields := _next_fields(table.reader, broken)) is not None:
+                # An unclosed quote ends with the file: the row's first line is the one to correct.
+                origin = f"{where}:{start if broken and not fields else table.reader.line_num}"
+                start = table.reader.line_num + 1
                 if not fields and not broken:
                     continue
-                number += 1
+                if quotes is not None:
+                    quotes.check(fields, origin)
+                row = table.row(fields, nested)
+                if len(fields) != len(table.columns):
+                    broken.append(files.BrokenRow(f"has not as many columns as the first line; {files.FIX}"))
                 read = bytes_read(file)
                 done = file.tell() if read is None else read
-                origin = f"{path}:{reader.line_num}"
-                values = (_unquote(field, is_tsv) for field in fields)
-                row = dict(zip(columns, map(nested_value, values) if nested else values, strict=False))
-                if len(fields) != len(columns):
-                    broken.append(files.BrokenRow(f"has not as many columns as the first line; {files.FIX}"))
-                yield broken[0] if broken else json.dumps(row, ensure_ascii=False), origin, max(0, done - before)
+                yield broken[0] if broken else json.dumps(row, ensure_ascii=False), origin, done
                 broken.clear()
-                before = max(done, before)
     except csv.Error as error:
-        line_number = reader.line_num if reader else 1
-        raise DataError(f"{path}:{line_number}: is not valid CSV: {error}; {files.FIX}") from error
+        line_number = table.reader.line_num if table else 1
+        raise DataError(f"{where}:{line_number}: is not valid CSV: {error}; {files.FIX}") from error
     except OSError as error:
-        raise files.unreadable(path, f"{path}:{reader.line_num + 1 if reader else 1}", error) from error
-    if not number:
-        raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+        line_number = table.reader.line_num + 1 if table else 1
+        raise files.unreadable(path, f"{where}:{line_number}", error) from error
+
+
+class _Table:
+    """Reader of a separated file, and the columns that its first line names."""
+
+    def __init__(self, lines: Iterator[str], is_tsv: bool) -> None:
+        head = next(lines, "")
+        self.is_tsv = is_tsv or _is_tabbed(head)
+        separator = "\t" if self.is_tsv else _separator(head)
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if self.is_tsv else csv.QUOTE_MINIMAL
+        self.reader = csv.reader(chain([head], lines), delimiter=separator, quoting=quoting, strict=True)
+        self.columns = [_unquote(name, self.is_tsv) for name in next(self.reader, [])]
+
+    def twins(self) -> list[str]:
+        """Names of several columns. Spreadsheets add columns without a name, which nothing reads."""
+        return sorted(name for name in set(self.columns) if name and self.columns.count(name) > 1)
+
+    def warn_of_twins(self, where: str) -> None:
+        if twins := self.twins():
+            _log.warning("%s: has several columns %r; the first one is read", where, twins[0])
+
+    def row(self, fields: Sequence[str], nested: bool) -> dict[str, object]:
+        row = dict[str, object]()
+        for name, field in zip(self.columns, fields, strict=False):
+            value = _unquote(field, self.is_tsv)
+            row.setdefault(name, nested_value(value) if nested else value)
+        return row
+
+
+def has_twins(path: Path, expected: Fingerprint | None = None) -> bool:
+    """Whether several columns of a separated file have one name; raises like :func:`row_lines`."""
+    try:
+        with open_text(path, expected) as file:
+            return bool(_Table(_lines(str(path), file, []), table_suffix(path) == ".tsv").twins())
+    except csv.Error:  # reading its rows refuses it
+        return False
+    except OSError as error:
+        raise files.unreadable(path, f"{path}:1", error) from error
 
 
 def _is_tabbed(head: str) -> bool:
@@ -248,14 +351,14 @@ def _next_fields(reader: Iterator[list[str]], broken: list[files.BrokenRow]) -> 
         return []
 
 
-def _lines(path: Path, file: IO[bytes], broken: list[files.BrokenRow]) -> Iterator[str]:
+def _lines(where: str, file: IO[bytes], broken: list[files.BrokenRow]) -> Iterator[str]:
     """Yields the lines of a file with their line breaks; appends errors of UTF-8 to ``broken``."""
     offset, head = 0, b""
     for number, raw in enumerate(iter(partial(file.readline, files.LONGEST_LINE + 1), b""), start=1):
         if len(raw) > files.LONGEST_LINE:
-            raise DataError(f"{path}:{number}: is longer than {files.LONGEST_LINE >> 20} MiB; {files.FIX}")
+            raise DataError(f"{where}:{number}: is longer than {files.LONGEST_LINE >> 20} MiB; {files.FIX}")
         head = head if len(head) >= files.HEAD else head + raw[: files.HEAD]
-        line = files.decode_row(raw, f"{path}:{number}", offset, head)
+        line = files.decode_row(raw, f"{where}:{number}", offset, head)
         offset += len(raw)
         if isinstance(line, files.BrokenRow):
             broken.append(line)

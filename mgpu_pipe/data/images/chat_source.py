@@ -19,6 +19,7 @@ from mgpu_pipe.data.audio.chat_sounds import prepare_sounds, unfit_sounds
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.bad_samples import OR_SKIP, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
+from mgpu_pipe.data.earlier_tables import marks_of_tables
 from mgpu_pipe.data.file_lists import Entry
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, rows_of
@@ -142,7 +143,8 @@ class ChatSource:
             chats.keys.append(row.key)
             marks.add(row.mark)
         columns = (data.messages_column, data.image_column, data.video_column, data.format)
-        content: list[Any] = [columns, contents_of(paths, unusable, known)]
+        contents = contents_of(paths, unusable, known)
+        content: list[Any] = [columns, contents, *marks_of_tables(contents, known, cache)]
         # The model also decides which rows are usable.
         content += [[Path(origin).name for origin, _ in chats.skipped]] if chats.skipped else []
         content += [mark for mark in (ANEW, AGAIN) if mark in marks]

@@ -233,6 +233,7 @@ PAIRS = FileFormat(
     kind="text_groups",
     others=text_files,
     reads_anew=lambda data, line: ANEW if is_published(line, cast(EmbeddingPairsConfig, data).text_columns()) else "",
+    is_table=True,
 )
 SCORED = FileFormat(
     name="scored_pairs",
@@ -241,6 +242,7 @@ SCORED = FileFormat(
     check_file=partial(check_first_row, check_row=check_scored_row),
     columns=_scored_columns,
     kind="text_groups",
+    is_table=True,
 )
 SOURCES = (
     PAIRS.source(samples="embedding_pairs", keys=EmbeddingPairsConfig),

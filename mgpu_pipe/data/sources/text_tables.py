@@ -68,6 +68,7 @@ TEXTS = (
         document=text_document,
         check_file=partial(check_first_row, check_row=check_text),
         columns=lambda data: data.text_column,
+        is_table=True,
     ),
     FileFormat("parquet", read_column, whole_document, check_parquet, columns=lambda data: data.text_column),
 )
@@ -113,6 +114,7 @@ PAIRS = FileFormat(
     check_file=partial(check_first_row, check_row=check_pair),
     columns=lambda data: [data.source_column, data.target_column],
     kind="pairs",
+    is_table=True,
 )
 PAIR_SOURCE = PAIRS.source(samples="pairs", reads=(*TEXT_KEYS, "source_column", "target_column", "target_len"))
 
@@ -136,6 +138,7 @@ CHATS = ChatFormat(
     columns=lambda data: data.messages_column if data.format == "auto" else [data.messages_column, data.format],
     kind="chat",
     reads_anew=partial(mark_conversation, "chat"),
+    is_table=True,
 )
 CHAT_SOURCE = CHATS.source(reads=(*TEXT_KEYS, "messages_column", "format"))
 
@@ -163,6 +166,7 @@ def answer_format(name: str, kind: DocumentKind, read: ReadRow) -> ChatFormat:
         columns=lambda data: [kind, data.messages_column],
         kind=kind,
         reads_anew=partial(mark_conversation, kind),
+        is_table=True,
     )
 
 

@@ -16,6 +16,7 @@ from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_f
 from mgpu_pipe.data.cache import Progress, answer_once, digest_of
 from mgpu_pipe.data.compressed import codec_of, identity_of
 from mgpu_pipe.data.data_source import DataSource
+from mgpu_pipe.data.earlier_tables import marks_of_tables
 from mgpu_pipe.data.file_lists import label_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, check_readable, fingerprints, forget
 from mgpu_pipe.data.parquet_rows import is_columnar
@@ -126,6 +127,7 @@ class FileFormat(Generic[Content]):
         others: further files that the rows of a file are made of.
         reads_anew: marks a row (a line of JSON) that earlier versions read otherwise; empty for any other. Only files
             with such a row get another identity than they gave.
+        is_table: whether the rows are those of :func:`mgpu_pipe.data.tables.row_lines`.
     """
 
     name: str
@@ -136,6 +138,7 @@ class FileFormat(Generic[Content]):
     kind: DocumentKind = "text"
     others: Callable[[Path], Sequence[Path]] = lambda path: ()
     reads_anew: Callable[[DataConfig, str], str] | None = None
+    is_table: bool = False
 
     def source(self, **declared: Any) -> DataSource:
         """Declares the data source of this name, which reads such files."""
@@ -168,9 +171,11 @@ class FileFormat(Generic[Content]):
                 forget(paths, cache)
                 raise
 
-        identity: list[Any] = ["files", self.name, self.columns(data), contents_of(paths, unusable, known)]
+        contents = contents_of(paths, unusable, known)
+        identity: list[Any] = ["files", self.name, self.columns(data), contents]
         if others := [file for path in known for file in self.others(path)]:
             identity.append(contents_of(others, {}, fingerprints(others, cache, progress)))
+        identity += marks_of_tables(contents, known, cache) if self.is_table else []
         if self.reads_anew is not None:
             marks = lru_cache(partial(self._marks_of_rows, data, known, cache))
             question: list[Any] = [*identity, _REREAD_FORMAT]

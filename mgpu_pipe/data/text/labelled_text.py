@@ -25,6 +25,7 @@ from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, rows_of_files, rule
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.classes import class_fields, class_names, classes_in_digest
 from mgpu_pipe.data.data_source import held_out_data
+from mgpu_pipe.data.earlier_tables import marks_of_tables
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.prepared_splits import held_out_share, majority_accuracy, store_labels, stored_classes, stored_names
@@ -154,7 +155,8 @@ class _LabelledFiles:
         usable = [path for path in self._paths if path not in self._unusable]
         self._known: Mapping[Path, Fingerprint] = fingerprints(usable, cache, progress)
         columns = (self._data.text_column, self._data.second_text_column, self._data.label_column)
-        self.identity = digest_of("labelled", columns, contents_of(self._paths, self._unusable, self._known))
+        contents = contents_of(self._paths, self._unusable, self._known)
+        self.identity = digest_of("labelled", columns, contents, *marks_of_tables(contents, self._known, cache))
         self._size = sum(content.size for content in self._known.values())
 
     def rows(self, notes: Notes | None = None) -> Iterator[Row]:

@@ -42,7 +42,8 @@ def _refusal(run: RunConfig, match: str, also_by_preflight: bool = True) -> None
     assert "\n" not in str(refused.value)
     assert ";" in str(refused.value) or ": " in str(refused.value).partition("=")[2], "there is no fix"
     assert refused.value.exit_code == 2
-    assert not list(Path(run.data.cache_dir or "").glob("tokens/*/manifest.json"))
+    stored = Path(run.data.cache_dir or "").glob("tokens/*/manifest.json")
+    assert all(manifest.parent.name.startswith("answer-") for manifest in stored)
     if also_by_preflight:
         with pytest.raises(ConfigErrors, match=match):
             check_sources(run.model, run.data)
