@@ -115,18 +115,19 @@ REPLACE = "replace the file, or leave it out of the data's paths"
 def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
     """Lists the files that ``patterns`` (paths or globs, with ``**``) name: sorted within a pattern, each file once.
 
-    It walks each linked folder once. It downloads files of a Hub data set at a commit unless the cache of this machine
-    has them.
+    The first spelling of a path stays. It walks each linked folder once. It downloads files of a Hub data set at a
+    commit unless the cache of this machine has them.
 
     Raises:
         ConfigError: there is no pattern, or a pattern matches no file.
     """
     if not patterns:
         raise ConfigError(key, "[]", "give at least one file or glob, e.g. 'corpus/**/*.txt'")
-    paths: dict[Path, None] = {}
+    paths: dict[str, Path] = {}
     for pattern in patterns:
         if pattern.startswith(DATA):
-            paths.update(dict.fromkeys(data_files(pattern, key)))
+            for path in data_files(pattern, key):
+                paths.setdefault(_place_of(path), path)
             continue
         text = os.path.expanduser(pattern)
         # A file's name may itself have brackets or stars.
@@ -136,8 +137,17 @@ def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
             if names and all(os.path.isdir(name) for name in names):
                 raise ConfigError(key, pattern, f"name the files, e.g. '{pattern.rstrip('/')}/**/*'", "is a folder")
             raise ConfigError(key, pattern, _instead_of(text), "matches no file")
-        paths.update(dict.fromkeys(files))
-    return list(paths)
+        for path in files:
+            paths.setdefault(_place_of(path), path)
+    return list(paths.values())
+
+
+def _place_of(path: Path) -> str:
+    """One spelling of a file's path, whose links stay."""
+    place = os.path.abspath(path)
+    # After a link, ``..`` leads elsewhere than the spelling says.
+    is_same = ".." not in path.parts or (os.path.exists(place) and os.path.samefile(path, place))
+    return place if is_same else os.path.join(os.getcwd(), path)
 
 
 def _instead_of(path: str) -> str:

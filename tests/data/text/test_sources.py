@@ -22,6 +22,7 @@ import pytest
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import read_hashed, write_hashed
 from mgpu_pipe.data.data_source import all_names, check_sources, open_source
+from mgpu_pipe.data.files import expand_paths
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.text.file_source import row_of
 from mgpu_pipe.data.text.prepare_text import prepare
@@ -92,6 +93,20 @@ def test_text_files_are_documents_in_sorted_order_each_once(tmp_path: Path) -> N
     run = config(tmp_path, source="text_files", paths=[str(tmp_path / "b" / "2.txt"), str(tmp_path / "**" / "*.txt")])
     check_sources(run.model, run.data)
     assert _texts(run, tmp_path) == [f"{name}\r\n\u00e9" for name in ("b/2.txt", "a/3.txt", "b/1.txt")]
+
+
+def test_a_file_under_several_spellings_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "below/a.txt", "far/below/b.txt", "far/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "below")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    monkeypatch.chdir(tmp_path)
+    spelled = ["./a.txt", "a.txt", str(tmp_path / "a.txt"), "below/../a.txt", "below//a.txt", "below/*.txt"]
+    assert expand_paths(spelled, "data.paths") == [Path("a.txt"), Path("below/a.txt")]
+    assert expand_paths(spelled[::-1], "data.paths") == [Path("below/a.txt"), Path("below/../a.txt")]
+    linked = ["a.txt", "link.txt", "link/../a.txt", "link/../a.txt", "far/a.txt"]
+    assert expand_paths(linked, "data.paths") == [Path(name) for name in (*linked[:3], "far/a.txt")]
 
 
 def test_the_library_of_python_is_text_without_its_tests(tmp_path: Path) -> None:
