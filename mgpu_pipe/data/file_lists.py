@@ -44,7 +44,7 @@ CAPTION, CLASSES = "caption", "classes"
 _TIMES = (("start", "end"), ("start_time", "end_time"), ("begin", "end"), ("onset", "offset"))
 """Columns of where a row's part of its recording begins and ends, in seconds."""
 _QUOTED = r"""(?:'[^'\\]*'|"[^"\\]*")"""
-_PYTHON_LIST = re.compile(rf"\[\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*\s*\]")
+PYTHON_LIST = re.compile(rf"\[\s*{_QUOTED}(?:\s*,\s*{_QUOTED})*\s*\]")
 """A list of texts as Python prints it, and pandas writes it."""
 _USUAL_SUFFIXES = (
     *(".jpg", ".JPG", ".jpeg", ".JPEG", ".png", ".PNG", ".webp", ".tif", ".tiff"),
@@ -251,7 +251,7 @@ def _list_of_classes(value: object, column: str, origin: str) -> tuple[str, str]
 
 def _names_in(text: str) -> object:
     """Names of classes in a field: a list as JSON or Python writes it, or names between commas, semicolons or bars."""
-    if _PYTHON_LIST.fullmatch(text.strip()):
+    if PYTHON_LIST.fullmatch(text.strip()):
         return [quoted[1:-1] for quoted in re.findall(_QUOTED, text)]
     listed = nested_value(text)
     separator = "," if "," in text else "[;|]"

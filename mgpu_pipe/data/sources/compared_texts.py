@@ -15,11 +15,10 @@ from mgpu_pipe.config.identity import CONTENT
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.text.beir import pair_lines, text_files
+from mgpu_pipe.data.text.beir import GRADES, pair_lines, text_files
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.earlier_versions import ANEW
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, check_first_row, table_rows, text_of
-from mgpu_pipe.data.text.pair_columns import USUAL, check_pair_columns, is_published, pair_row
+from mgpu_pipe.data.text.pair_columns import USUAL, check_pair_columns, mark_pair, pair_row, without_twins
 from mgpu_pipe.errors import DataError
 
 
@@ -117,7 +116,7 @@ def pair_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
 
 
 def _each_positive(line: str, origin: str, keys: EmbeddingPairsConfig) -> Iterator[str]:
-    """A row for each positive, with its own score and those of the negatives."""
+    """A row for each positive of a text of its own, with its own score and those of the negatives."""
     column, scored = keys.positive_column, keys.scores_column
     try:
         row = pair_row(line, origin, (*keys.text_columns(), *([] if scored is None else [scored])))
@@ -128,7 +127,8 @@ def _each_positive(line: str, origin: str, keys: EmbeddingPairsConfig) -> Iterat
         yield line
         return
     scores = None if scored is None else row.get(scored)
-    for number, positive in enumerate(positives):
+    chosen = dict(enumerate(positives)) if GRADES in row else without_twins(positives)
+    for number, positive in chosen.items():
         if scored is not None and isinstance(scores, list):
             row = {**row, scored: [*scores[number : number + 1], *scores[len(positives) :]]}
         yield json.dumps({**row, column: [positive]}, ensure_ascii=False)
@@ -232,7 +232,7 @@ PAIRS = FileFormat(
     columns=_pair_columns,
     kind="text_groups",
     others=text_files,
-    reads_anew=lambda data, line: ANEW if is_published(line, cast(EmbeddingPairsConfig, data).text_columns()) else "",
+    reads_anew=lambda data, line: mark_pair(line, cast(EmbeddingPairsConfig, data).text_columns()),
     is_table=True,
 )
 SCORED = FileFormat(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from mgpu_pipe.data import files
+from mgpu_pipe.data.file_lists import PYTHON_LIST
+from mgpu_pipe.data.text.earlier_versions import AGAIN, ANEW
 from mgpu_pipe.errors import DataError
 
 PUBLISHED = (
@@ -26,11 +29,15 @@ TEACHING = ("label", "gold_label", "is_duplicate")
 WRONG = ("neutral", "contradiction", "-", "false")
 """Values of such columns, next to numbers, that do not say that a pair is right; any other text is a topic."""
 
+_SEPARATED = re.compile(r"\.[ct]sv\b.*:\d+$", re.IGNORECASE)
+"""Origin of a row in a table whose fields are texts."""
+
 
 def pair_row(line: str, origin: str, columns: Sequence[str]) -> dict[str, Any]:
     """Parses a row; its published columns get the names of ``columns``, and passages become texts.
 
-    A JSON list is a query, a positive and negatives. Numbered columns such as ``negative_1`` become one list.
+    A JSON list is a query, a positive and negatives. Numbered columns such as ``negative_1`` become one list, after
+    ``negative``.
 
     Args:
         columns: of the query, the positive and the negative; others are resolved as
@@ -39,29 +46,69 @@ def pair_row(line: str, origin: str, columns: Sequence[str]) -> dict[str, Any]:
     Raises:
         DataError: broken JSON, or neither an object nor a list of texts.
     """
-    query, positive, negative = columns[:3]
+    _, positive, negative = columns[:3]
     texts = _read_list(line)
     if texts is not None:
         return dict(zip(columns, (texts[0], texts[1], texts[2:]), strict=False))
-    row = files.json_row(line, origin, *columns)
-    for column, usual, others in zip((query, positive, negative), USUAL, PUBLISHED, strict=True):
-        other = next((name for name in others if name in row), None)
-        if column == usual and column not in row and other is not None:
-            row[column] = row.pop(other)
-    if negative not in row:
-        start = f"{negative}_"
-        numbered = [name for name in row if name.startswith(start) and name.removeprefix(start).isdecimal()]
-        values = [row.pop(name) for name in numbered]
-        if numbered:
-            row[negative] = [value for value in values if value not in (None, "")]
+    row = _with_usual_names(files.json_row(line, origin, *columns), columns)
+    numbered = _names_with_numbers(row, negative)
+    if values := [value for value in map(row.pop, numbered) if value not in (None, "")]:
+        plain = row.get(negative)
+        row[negative] = [*(plain if isinstance(plain, list) else [] if plain in (None, "") else [plain]), *values]
     if SCORES not in row and all(isinstance(row.get(name), list) for name in SCORES_OF_SIDES):
         row[SCORES] = [score for name in SCORES_OF_SIDES for score in row[name]]
     for column in (positive, negative):
-        if isinstance(value := row.get(column), list):
+        if _is_printed(value := row.get(column)) and _SEPARATED.search(origin):
+            raise DataError(
+                f"{origin}: column '{column}' holds a list as Python prints it; write the list by json.dumps"
+            )
+        if isinstance(value, list):
             row[column] = [passage(text) for text in value]
         elif isinstance(value, dict):
             row[column] = passage(value)
     return row
+
+
+def _with_usual_names(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    for column, usual, others in zip(columns[:3], USUAL, PUBLISHED, strict=True):
+        other = next((name for name in others if name in row), None)
+        if column == usual and column not in row and other is not None:
+            row[column] = row.pop(other)
+    return row
+
+
+def _names_with_numbers(row: dict[str, Any], column: str) -> list[str]:
+    start = f"{column}_"
+    return [name for name in row if name.startswith(start) and name.removeprefix(start).isdecimal()]
+
+
+def _is_printed(value: Any) -> bool:
+    return isinstance(value, str) and PYTHON_LIST.fullmatch(value.strip()) is not None
+
+
+def mark_pair(line: str, columns: Sequence[str]) -> str:
+    """:data:`AGAIN` or :data:`ANEW` for a row that earlier versions read otherwise, empty for any other."""
+    return AGAIN if _is_read_again(line, columns) else ANEW if is_published(line, columns) else ""
+
+
+def _is_read_again(line: str, columns: Sequence[str]) -> bool:
+    """Whether a row has numbered negatives next to others, a positive twice, or a list as Python prints it."""
+    try:
+        row = _with_usual_names(files.json_row(line, "", *columns), columns)
+    except DataError:
+        return False
+    _, positive, negative = columns[:3]
+    if negative in row and any(row[name] not in (None, "") for name in _names_with_numbers(row, negative)):
+        return True
+    positives = row.get(positive)
+    if isinstance(positives, list) and len(without_twins([*map(passage, positives)])) < len(positives):
+        return True
+    return _is_printed(row.get(positive)) or _is_printed(row.get(negative))
+
+
+def without_twins(values: Sequence[Any]) -> dict[int, Any]:
+    """The first of equal values, by their positions."""
+    return {number: value for number, value in enumerate(values) if value not in values[:number]}
 
 
 def is_published(line: str, columns: Sequence[str]) -> bool:

@@ -155,12 +155,49 @@ def test_negatives_under_published_names_change_the_identity_of_a_file(tmp_path:
     for row in ({"neg": ["blue"]}, {"negative_1": "blue"}, {"hard_neg": "blue"}):
         now, before = identity([pair, {**pair, **row}])
         assert now != before
+    for row in ({"neg": "blue"}, {"negative": "blue"}, {"negative": ""}):
+        now, before = identity([{**pair, **row, "negative_2": "red"}])
+        assert now not in (before, identity([{**pair, **row}])[0])
+    now, before = identity([{"query": "how old", "positive": ["ten years", "ten years"]}])
+    assert now != before
     unread = {"pos": "red", "neg": [], "negative_1": "", "topic": "ages"}
     for rows in (ROWS, [{**pair, **unread}], [{**pair, "negative": "green", "neg": "blue"}]):
         now, before = identity(rows)
         assert now == before
     now, before = identity([{**pair, "neg": "blue"}], "data.negative_column=neg")
     assert now == before
+
+
+def test_numbered_negatives_follow_the_plain_one(tmp_path: Path) -> None:
+    pair = {"query": "how old", "positive": "ten years"}
+    for plain, numbered, expected in (
+        ({"negative": "blue"}, {"negative_2": "red", "negative_3": "", "negative_note": "x"}, ["blue", "red"]),
+        ({"negative": ["blue", "green"]}, {"negative_1": "red"}, ["blue", "green", "red"]),
+        ({"neg": ["blue"]}, {"negative_1": "red"}, ["blue", "red"]),
+        ({"negative": ""}, {"negative_2": "red"}, ["red"]),
+    ):
+        assert texts_of(configured(tmp_path, [{**pair, **plain, **numbered}]), tmp_path) == [
+            ["how old", "ten years", *expected]
+        ]
+
+
+def test_a_positive_that_a_row_has_twice_is_a_sample(tmp_path: Path) -> None:
+    passages = [{"docid": at, "text": text} for at, text in enumerate(["ten years", "two", "ten years"])]
+    for positives in (["ten years", "two", "ten years"], passages):
+        rows = [{"query": "how old", "positive": positives}]
+        assert texts_of(configured(tmp_path, rows), tmp_path) == [["how old", "ten years"], ["how old", "two"]]
+    rows = [{"query": "how old", "positive": ["a", "a", "b"], "negative": ["n"], "s": [1, 2, 3, 4]}]
+    found = open_source(configured(tmp_path, rows, "data.scores_column=s"), tmp_path / "opened").documents()
+    assert [document.scores for document in found] == [(1, 4), (3, 4)]
+
+
+def test_a_list_that_python_printed_is_refused_in_a_table(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,positive,negative\nhow old,ten years,\"['blue', 'red']\"\n")
+    run = of_file(tmp_path, tmp_path / "a.csv")
+    with pytest.raises(DataError, match=r"a.csv:2: column 'negative' holds a list as Python .* write the list by json"):
+        prepare(run)
+    row = {"query": "a list", "positive": "['blue', 'red']"}
+    assert texts_of(configured(tmp_path, [row]), tmp_path) == [["a list", "['blue', 'red']"]]
 
 
 def test_a_column_that_is_named_goes_before_published_names(tmp_path: Path) -> None:
