@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.fields import ALPHABET, LABELS, PROBLEM, TEXT, config_fields, model_types
+from mgpu_pipe.models.weights.folder import with_infinities
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -95,7 +96,11 @@ def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
 
 
 def _number(value: object) -> object:
-    """Number that :func:`model_settings` may have written as text, since JSON has no infinity."""
+    """Number that :func:`model_settings` may have written as text, since JSON has no infinity; also within a value."""
+    if isinstance(value, list):
+        return [_number(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return with_infinities(dict(value))
     return float(value) if value in ("Infinity", "-Infinity", "NaN") else value
 
 

@@ -6,6 +6,7 @@ shape and byte range (https://github.com/huggingface/safetensors#format).
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from fnmatch import fnmatch
@@ -109,6 +110,9 @@ LEAST_WIDTH = 1 << 20
 """Rows that a matrix may always have: a tiny model's configuration may contain unused sizes."""
 LEAST_SHARE_USED = 0.9
 """Smallest used share of a vocabulary. Published models pad it by 2 % at most; less is another tokenizer."""
+TAG = "__float__"
+TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+"""Numbers that JSON lacks, by the text that transformers 5 writes under the key :data:`TAG`."""
 
 
 def check_model_folder(path: Path | str, tokenizer_vocab_size: int | None = None, made_for: int | None = None) -> None:
@@ -192,7 +196,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The folder's ``config.json``."""
+    """The folder's ``config.json``, with the type and the numbers that transformers' ``AutoConfig`` reads there."""
     file = folder / "config.json"
     if not is_file(file):
         fix = save_anew(folder) or "give a folder written by save_pretrained"
@@ -202,7 +206,19 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     content = _read_json(file)
     if not isinstance(content.get("model_type"), str):
         raise ModelFolderError(f"model.path={folder}: {file.name} names no model_type; give a causal LM's folder")
-    return content
+    if content["model_type"] == "mistral" and "layer_types" in content:  # AutoConfig's one rule of this kind
+        content["model_type"] = "ministral"
+    return {name: with_infinities(value) for name, value in content.items()}
+
+
+def with_infinities(value: Any) -> Any:
+    """A JSON value with the numbers that transformers 5 writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        tag = value.get(TAG)
+        if len(value) == 1 and isinstance(tag, str) and tag in TAGGED:
+            return TAGGED[tag]
+        return {name: with_infinities(inner) for name, inner in value.items()}
+    return [with_infinities(inner) for inner in value] if isinstance(value, list) else value
 
 
 def check_vocabulary(
