@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from mgpu_pipe.errors import (
     ConfigError,
     ConfigErrors,
     MgpuError,
+    WorkerError,
     one_line,
     print_error,
     print_line,
@@ -218,7 +220,8 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
             from mgpu_pipe.launch.join import refuse_alone
 
             devices = devices_per_node(config.trainer, config.strategy)
-            refuse_alone(devices, config.launch.collective_timeout, error.exit_code)
+            with suppress(WorkerError):  # the others never came: this error is the one to print
+                refuse_alone(devices, config.launch.collective_timeout, error.exit_code)
         raise
 
 

@@ -11,8 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,8 @@ def agree(
         SystemExit: rank 0 could not start the run.
     """
     if world.rank:
-        return _plan_from_rank_zero(config, store, world.rank), None
+        with report_errors(store, world.rank // each):
+            return _plan_from_rank_zero(config, store, world.rank), None
     others = range(each, world.world_size, each)
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
@@ -208,7 +209,8 @@ def _train(
 ) -> str:
     """Train; an error is reported and ends this process, because the other ranks may be gone."""
     usual = sys.stderr
-    config = load(paths.config)
+    with report_errors(store, world.rank):
+        config = load(paths.config)
     peers: dict[int, str] = {}
     with open_log(paths.rank_log(world.rank), world.rank, world.world_size, world.attempt) as log:
         text_log = io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", write_through=True)
@@ -249,6 +251,26 @@ def _with_its_cause(error: BaseException, rank: int, peers: Mapping[int, str]) -
     return error
 
 
+@contextmanager
+def report_errors(store: Store, rank: int) -> Iterator[None]:
+    """Send an error of this process to the ranks that wait for it in :func:`prepare_on_every_node`.
+
+    Args:
+        rank: this process's rank among those that prepare data.
+    """
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError):  # rank 0 and its store are gone
+            store.set(f"{PREPARED}/{rank}", json.dumps(_status(error)))
+        raise
+
+
+def _status(error: BaseException | None = None) -> dict[str, str]:
+    message = "" if error is None else str(error) or type(error).__name__
+    return {"error": message, "process": process_identity(os.getpid())}
+
+
 def prepare_on_every_node(
     world: World, store: Store, prepare: Callable[[], Prepared]
 ) -> tuple[Prepared, dict[int, str]]:
@@ -266,11 +288,11 @@ def prepare_on_every_node(
     Raises:
         BadInputError: the data of any node cannot be prepared or differs from rank 0's.
     """
-    status = {"error": "", "process": process_identity(os.getpid())}
+    status = _status()
     try:
         prepared = prepare()
     except BaseException as error:
-        status["error"] = str(error) or type(error).__name__
+        status = _status(error)
         raise
     finally:
         store.set(f"{PREPARED}/{world.rank}", json.dumps(status))

@@ -29,7 +29,7 @@ from mgpu_pipe.config.schema import LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RunFolderError, print_line
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.failure import Failure
-from mgpu_pipe.launch.join import SharedPlan, agree, prepare_on_every_node
+from mgpu_pipe.launch.join import SharedPlan, agree, prepare_on_every_node, report_errors
 from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.run_start import worker_plan
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
@@ -133,7 +133,8 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
             paths = RunPaths(Path(shared.folder))
             if not shared.train:
                 return LaunchResult("finished", EXIT_OK, paths.root)
-            config = load(paths.config)  # rank 0's, whose names are pinned to commits
+            with report_errors(store, node.rank):
+                config = load(paths.config)  # rank 0's, whose names are pinned to commits
             prepare_on_every_node(node, store, partial(prepared_here, config, paths))
             if lock is not None:
                 lock.training()

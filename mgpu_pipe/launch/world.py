@@ -15,12 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from mgpu_pipe.checks.devices import configured_interfaces
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.paths import cache_folder, compile_caches
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.data.cache import writing_to_cache
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import ConfigError, WorkerError
 from mgpu_pipe.system.hardware import choose_threads
 
 if TYPE_CHECKING:
@@ -120,6 +121,9 @@ class World:
         environment = {"OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number}
         if self.nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK.exists():
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo resolves the host's name, which may fail
+        elif "GLOO_SOCKET_IFNAME" not in os.environ and not os.environ.get("NCCL_SOCKET_IFNAME", "^").startswith("^"):
+            for name in (configured_interfaces("cuda") or [])[:1]:
+                environment["GLOO_SOCKET_IFNAME"] = name  # GPU runs use gloo too, for votes on a stop and saves
         return environment
 
 
@@ -158,11 +162,20 @@ def is_node_task(joined: Mapping[str, str], devices: int) -> bool:
 
 
 def joined_store(timeout: float) -> Store:
-    """Store of the world that this process's variables name; its ranks meet within ``timeout`` seconds."""
-    from torch.distributed import PrefixStore
+    """Store of the world that this process's variables name; its ranks meet within ``timeout`` seconds, else
+    WorkerError."""
+    from torch.distributed import DistError, PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise WorkerError(
+            f"rank {os.environ.get('RANK')}: the ranks did not all meet at {place} within {timeout:g} s "
+            f"({str(error).splitlines()[0][:200]}); start them all, check that every node reaches this port, or raise "
+            "launch.collective_timeout"
+        ) from error
     # torchrun's store survives a restart of the workers: separate the keys of each start
     return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -206,6 +219,8 @@ ALLOCATOR, ALLOCATOR_BEFORE = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 TRACES = "TORCH_FR_DUMP_TEMP_FILE"
 """Variable with the path prefix of the flight recorder's files."""
 GPU_DEFAULTS = {
+    # CUDA numbers unlike GPUs by speed, the driver by their place; checks ask the driver.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     # Blocks grow in place, so micro-batches of different lengths cause no fragmentation.
     ALLOCATOR: "expandable_segments:True",
     # Keep each rank's last collectives, and write them if one hangs.

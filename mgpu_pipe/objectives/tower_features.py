@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from mgpu_pipe.system.local_files import flush_folder
 
 MATHEMATICS = 1
 """Version of the features. Raise it when the numbers change."""
+MERGE_BYTES = 16 << 20
+"""Bytes that are read at once from the rows that a rank measured."""
 
 
 class TowerFeatures(ABC):
@@ -52,6 +54,9 @@ class TowerFeatures(ABC):
         self._shape, self._frozen = shape, list(frozen)
         self._tables: dict[Split, NDArray[np.float32]] = {}
         """Features by picture number."""
+        self._record = np.dtype([("number", np.int64), ("features", np.float32, shape)])
+        self._measured: BinaryIO | None = None
+        """File of the features that this rank measures; None where another rank counts the same pictures."""
         self._split: Split | None = None
         self._numbers: NDArray[np.int64] | None = None
         """Numbers of the pictures in the next forward pass; below 0 if one counts nothing, empty for the blank one."""
@@ -92,20 +97,23 @@ class TowerFeatures(ABC):
 
     def set_pictures(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Announces the pictures of the micro-batch before its forward pass."""
-        if self._split in self._tables:
+        if self.is_measuring or self._split in self._tables:
             self._numbers = self._picture_numbers(batch).cpu().numpy()
 
     def _forward(self, pixel_values: torch.Tensor, *args: Any, **inputs: Any) -> Any:
         numbers, self._numbers = self._numbers, None
         if numbers is None:
             return self._run(pixel_values, *args, **inputs)
-        table = self._tables[cast(Split, self._split)]
         if self.is_measuring:
             output, seen = self._compute(pixel_values, *args, **inputs)
             valid = numbers >= 0
-            if valid.any():
-                table[numbers[valid]] = seen.detach().float().cpu().numpy()[valid]
+            if valid.any() and self._measured is not None:
+                records = np.empty(valid.sum(), self._record)
+                records["number"] = numbers[valid]
+                records["features"] = seen.detach().float().cpu().numpy()[valid]
+                self._measured.write(records.tobytes())
             return output
+        table = self._tables[cast(Split, self._split)]
         features = torch.from_numpy(table[numbers.clip(0)]) if len(numbers) else torch.zeros(1, *self._shape)
         return self._output_of(features.to(pixel_values.device, self._dtype))
 
@@ -147,23 +155,26 @@ class TowerFeatures(ABC):
         objective.train(mode)
 
     def _measure(self, start: RunStart, strategy: Any, objective: Objective, split: Split) -> None:
-        """Writes each rank's rows into one partial file, renamed when complete."""
+        """Each rank writes the rows that it measures; rank 0 merges them into the file of the split.
+
+        Ranks on several nodes cannot map one file for writing: NFS writes whole pages, also another node's rows.
+        """
         samples = objective.samples(start.config, start.prepared.open(start.config, split))
         path = self.file(start, split)
         partial = path.with_suffix(".partial")
         pictures = self._num_pictures(start, split, samples)
-        if strategy.is_global_zero:
-            np.lib.format.open_memmap(partial, "w+", np.float32, (pictures, *self._shape)).flush()
-        strategy.barrier()
-        table = np.lib.format.open_memmap(partial, "r+")
-        self._tables[split], self.is_measuring = table, True
-        with self.on_split(split):
+        parts = [path.with_suffix(f".partial-{rank}") for rank in range(strategy.world_size)]
+        with parts[strategy.global_rank].open("wb") as file, self.on_split(split):
+            self.is_measuring, self._measured = True, file if strategy.counts_its_samples else None
             for step_batch in start.step_batches(samples, start.samples_needed(split)):
                 strategy.run_evaluation(strategy.batch_to_device(step_batch))
-        self.is_measuring = False
-        table.flush()
+            self.is_measuring, self._measured = False, None
         strategy.barrier()
         if strategy.is_global_zero:
+            table = np.lib.format.open_memmap(partial, "w+", np.float32, (pictures, *self._shape))
+            for part in parts:
+                self._merge(part, table)
+            table.flush()
             partial.replace(path)
             flush_folder(path.parent)
         strategy.barrier()
@@ -171,6 +182,14 @@ class TowerFeatures(ABC):
         mapped = self._map(path)
         assert mapped is not None
         self._tables[split] = mapped
+
+    def _merge(self, part: Path, table: NDArray[np.float32]) -> None:
+        """Copies the rows that a rank measured into the table, and removes the rank's file."""
+        with part.open("rb") as file:
+            while block := file.read(self._record.itemsize * max(1, MERGE_BYTES // self._record.itemsize)):
+                records = np.frombuffer(block, self._record)
+                table[records["number"]] = records["features"]
+        part.unlink()
 
 
 class LlavaFeatures(TowerFeatures):

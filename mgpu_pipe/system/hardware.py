@@ -44,19 +44,51 @@ def _driver_gpus() -> int:
 
 def gpu_count() -> int:
     """Number of GPUs usable by a process started here; reads ``CUDA_VISIBLE_DEVICES`` like CUDA."""
+    return len(_visible_gpus())
+
+
+def _visible_gpus() -> list[str]:
+    """Names of the GPUs usable by a process started here, first to last: a number of the driver, or a UUID."""
     driver = _driver_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or driver == 0:
-        return driver
+        return [str(number) for number in range(driver)]
     usable: list[str] = []
     for entry in visible.split(","):
         name = entry.strip()
         if not name.startswith(("GPU-", "MIG-")) and not (name.isdigit() and int(name) < driver):
             break  # CUDA ignores everything from the first invalid entry on
         if name in usable:
-            return 0  # CUDA shows no device when one is listed twice
+            return []  # CUDA shows no device when one is listed twice
         usable.append(name)
-    return len(usable)
+    return usable
+
+
+def _gpu_number(nvml: Any, name: str) -> int | None:
+    """The driver's number of a visible GPU, of an instance the number of its GPU; None if NVML does not know it."""
+    if name.isdigit():
+        return int(name)
+    device, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    if name.startswith("MIG-"):
+        instance, number = ctypes.c_void_p(), ctypes.c_uint(0)
+        failed = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(instance)) != 0
+        failed = failed or nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance, ctypes.byref(device)) != 0
+        failed = failed or nvml.nvmlDeviceGetIndex(device, ctypes.byref(number)) != 0
+        return None if failed else int(number.value)
+    for index in range(_driver_gpus()):  # CUDA takes the first characters of a UUID for it
+        known = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0
+        if known and nvml.nvmlDeviceGetUUID(device, uuid, len(uuid)) == 0 and uuid.value.decode().startswith(name):
+            return index
+    return None
+
+
+def _first_gpu() -> tuple[Any, ctypes.c_void_p] | None:
+    """NVML and its handle of the first visible GPU; None without one."""
+    nvml, device = _nvml()[0], ctypes.c_void_p()
+    number = next((_gpu_number(nvml, name) for name in _visible_gpus()), None)
+    if number is None or nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
+        return None
+    return nvml, device
 
 
 def why_no_gpu() -> str:
@@ -69,13 +101,12 @@ def why_no_gpu() -> str:
 
 
 def used_memory() -> dict[int, tuple[int, int]]:
-    """Used bytes (by all users) and total bytes of each visible GPU, by the driver's number."""
-    nvml, bytes_by_gpu = _nvml()[0], {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    for number in range(_driver_gpus()) if nvml is not None else ():
+    """Used bytes (by all users) and total bytes of each visible GPU, by the driver's number; without MIG instances."""
+    nvml, bytes_by_gpu = _nvml()[0], dict[int, tuple[int, int]]()
+    numbers = [_gpu_number(nvml, name) for name in _visible_gpus() if not name.startswith("MIG-")]
+    for number in sorted(number for number in numbers if number is not None):
         device, memory = ctypes.c_void_p(), _Memory()
-        is_visible = visible is None or str(number) in visible.replace(" ", "").split(",")
-        if not is_visible or nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
+        if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
             continue
         if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0:
             bytes_by_gpu[number] = (int(memory.used), int(memory.total))
@@ -125,25 +156,22 @@ def why_no_flash_attention_3() -> str:
     return ""
 
 
-@functools.lru_cache(maxsize=None)
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of the driver's first GPU (NVML's nvmlDeviceGetCudaComputeCapability); None without one."""
-    nvml = _nvml()[0]
-    if nvml is None or not _driver_gpus():
+    """Compute capability of the first visible GPU (NVML's nvmlDeviceGetCudaComputeCapability); None without one."""
+    first, major, minor = _first_gpu(), ctypes.c_int(0), ctypes.c_int(0)
+    if first is None:
         return None
-    device, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
-    if nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
-        return None
+    nvml, device = first
     failed = nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) != 0
     return None if failed else (major.value, minor.value)
 
 
 def gpu_name() -> str | None:
-    """Name of the driver's first GPU, e.g. ``NVIDIA H100 80GB HBM3``, ``... MIG`` if cut, or None."""
-    nvml = _nvml()[0]
-    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-    if nvml is None or not _driver_gpus() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
+    """Name of the first visible GPU, e.g. ``NVIDIA H100 80GB HBM3``, ``... MIG`` if cut, or None."""
+    first, name = _first_gpu(), ctypes.create_string_buffer(96)
+    if first is None:
         return None
+    nvml, device = first
     if nvml.nvmlDeviceGetName(device, name, len(name)) != 0:
         return None
     current, pending = ctypes.c_uint(0), ctypes.c_uint(0)

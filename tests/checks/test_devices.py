@@ -23,14 +23,15 @@ from mgpu_pipe.system import hardware
 from tests.support.command import REPOSITORY
 
 GIB = 1 << 30
-CACHED = (hardware._nvml, hardware._driver_gpus, hardware.gpu_capability, hardware._torch_version_file)
+CACHED = (hardware._nvml, hardware._driver_gpus, hardware._torch_version_file)
 
 
 class Driver:
-    """NVML of a machine with ``used`` bytes taken of the 80 GiB of each GPU."""
+    """NVML of a machine with ``used`` bytes taken of the 80 GiB of each GPU; ``MIG-a`` is cut from the last GPU."""
 
-    def __init__(self, used: tuple[int, ...], capability: tuple[int, int] = (9, 0), error: int = 0) -> None:
-        self.used, self.capability, self.error, self.is_cut = used, capability, error, False
+    def __init__(self, used: tuple[int, ...], *capabilities: tuple[int, int], error: int = 0) -> None:
+        self.used, self.error, self.is_cut = used, error, False
+        self.capabilities = capabilities or ((9, 0),) * len(used)
 
     def nvmlInit_v2(self) -> int:
         return self.error
@@ -43,12 +44,28 @@ class Driver:
         device._obj.value = number + 1
         return 0
 
+    def nvmlDeviceGetUUID(self, device: Any, uuid: Any, length: int) -> int:
+        uuid.value = f"GPU-{device.value - 1}a2b".encode()
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, device: Any) -> int:
+        device._obj.value = 99
+        return 0 if name == b"MIG-a" else 6
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance: Any, device: Any) -> int:
+        device._obj.value = len(self.used)
+        return 0
+
+    def nvmlDeviceGetIndex(self, device: Any, number: Any) -> int:
+        number._obj.value = device.value - 1
+        return 0
+
     def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:
         memory._obj.used, memory._obj.total = self.used[device.value - 1], 80 * GIB
         return 0
 
     def nvmlDeviceGetName(self, device: Any, name: Any, length: int) -> int:
-        name.value = b"NVIDIA H100 80GB HBM3"
+        name.value = b"NVIDIA H100 80GB HBM3" if self.capabilities[device.value - 1] == (9, 0) else b"Tesla T4"
         return 0
 
     def nvmlDeviceGetMigMode(self, device: Any, current: Any, pending: Any) -> int:
@@ -56,7 +73,7 @@ class Driver:
         return 0
 
     def nvmlDeviceGetCudaComputeCapability(self, device: Any, major: Any, minor: Any) -> int:
-        major._obj.value, minor._obj.value = self.capability
+        major._obj.value, minor._obj.value = self.capabilities[device.value - 1]
         return 0
 
 
@@ -187,6 +204,33 @@ def test_an_interpreter_without_docstrings_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fields, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     (error,) = preflight_errors(config)
     assert str(error).startswith("PYTHONOPTIMIZE=2: transformers reads docstrings, which it removes; unset it")
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu", "numbers"),
+    [
+        (None, "Tesla T4", [0, 1]),
+        ("1", "NVIDIA H100 80GB HBM3", [1]),
+        (" 1, 0", "NVIDIA H100 80GB HBM3", [0, 1]),
+        ("GPU-1a2b", "NVIDIA H100 80GB HBM3", [1]),
+        ("GPU-1", "NVIDIA H100 80GB HBM3", [1]),
+        ("GPU-0a2b,GPU-1a2b", "Tesla T4", [0, 1]),
+        ("MIG-a", "NVIDIA H100 80GB HBM3", []),
+        ("GPU-7", None, []),
+        ("MIG-b", None, []),
+        ("", None, []),
+        ("1,1", None, []),
+    ],
+)
+def test_the_gpus_that_are_asked_are_the_visible_gpus(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str | None, numbers: list[int]
+) -> None:
+    machine(Driver((0, 0), (7, 5), (9, 0)))
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    capabilities = {"Tesla T4": (7, 5), "NVIDIA H100 80GB HBM3": (9, 0), None: None}
+    assert (hardware.gpu_name(), hardware.gpu_capability()) == (gpu, capabilities[gpu])
+    assert list(hardware.used_memory()) == numbers
 
 
 def test_a_gpu_that_is_cut_into_instances_has_another_name(machine: Any) -> None:

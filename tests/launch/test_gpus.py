@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -83,6 +84,7 @@ def test_processes_on_gpus_get_variables_that_the_user_has_not_set(monkeypatch: 
     assert variables.gpu_environment(config.trainer) == variables.GPU_DEFAULTS
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     assert variables.gpu_environment(config.trainer) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, (
         "one of the allocator's is enough"
     )
@@ -96,3 +98,19 @@ def test_processes_on_gpus_get_variables_that_the_user_has_not_set(monkeypatch: 
     assert wanted.items() <= told.items() and "WANDB_API_KEY" not in told
     monkeypatch.setattr(variables, "device_type", lambda _: "cpu")
     assert variables.gpu_environment(config.trainer) == {}
+
+
+@pytest.mark.parametrize(
+    ("selection", "nodes", "interface"),
+    [("eth", 2, "eth0"), ("=eth1", 2, "eth1"), ("^lo", 2, None), ("", 2, None), ("ib", 2, None), ("eth", 1, "lo")],
+)
+def test_gloo_takes_the_interface_of_nccl_on_several_nodes(
+    monkeypatch: pytest.MonkeyPatch, selection: str, nodes: int, interface: str | None
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", selection)
+    world = variables.World(0, 0, 2 * nodes, 2, "127.0.0.1", 0)
+    assert world.thread_environment(1).get("GLOO_SOCKET_IFNAME") == interface
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert "GLOO_SOCKET_IFNAME" not in world.thread_environment(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 from contextlib import ExitStack
@@ -24,12 +25,12 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, RunOptions, TrainerConfig
 from mgpu_pipe.data.cache import hold_lock
 from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
-from mgpu_pipe.errors import BadInputError, ConfigError, DataError
+from mgpu_pipe.errors import BadInputError, ConfigError, DataError, WorkerError
 from mgpu_pipe.launch import join
-from mgpu_pipe.launch.join import SharedPlan, _with_its_cause, agree, prepare_on_every_node
+from mgpu_pipe.launch.join import OFFER, SharedPlan, _with_its_cause, agree, prepare_on_every_node
 from mgpu_pipe.launch.worker import NODE_LOCK, prepared_here, train_in
 from mgpu_pipe.launch.workers import is_stopped
-from mgpu_pipe.launch.world import World, check_world
+from mgpu_pipe.launch.world import World, check_world, joined_store
 from mgpu_pipe.runs.lock import process_identity
 from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.system.joined_world import existing_world, hosts, joined_processes, tasks_per_node
@@ -201,6 +202,28 @@ def nodes(tmp_path: Path) -> tuple[RunConfig, PreparedData, list[RunPaths]]:
         paths.data.write_text(json.dumps(replace(prepared, folder=folder).as_dict()))
         found.append(paths)
     return config, prepared, found
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_a_rank_that_leaves_before_its_data_is_named_by_rank_zero(tmp_path: Path, each: int) -> None:
+    store, config = HashStore(), data_config(tmp_path, source="synthetic")
+    offer = SharedPlan(str(tmp_path), "another-hash", "", 1, train=True)
+    store.set(OFFER, json.dumps(asdict(offer)))
+    world = World(each, 0, 2 * each, each, "127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="rank 0 composed another configuration"), ExitStack() as resources:
+        agree(config, world, CommandLine([], []), store, resources, each)
+    with pytest.raises(BadInputError, match=r"rank 1: config=.*rank 0 composed another configuration"):
+        prepare_on_every_node(World(0, 0, 2, 1, "127.0.0.1", 0), store, lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def test_ranks_that_do_not_meet_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorkerError, match=rf"rank 0: .*127.0.0.1:{port} within 1 s .*launch.collective_timeout"):
+        joined_store(1)
 
 
 def test_a_node_without_the_data_prepares_it_and_the_others_wait_without_a_time_out(

@@ -163,7 +163,7 @@ def objective_of(kind: str, family: str) -> tuple[PictureObjective, Callable[[An
         ),
     ],
 )
-def test_loss_and_gradients_of_every_family(kind: str, family: str) -> None:
+def test_loss_and_gradients_of_every_family(kind: str, family: str, tmp_path: Path) -> None:
     objective, loss = objective_of(kind, family)
     features = objective.features
     assert features is not None
@@ -179,11 +179,14 @@ def test_loss_and_gradients_of_every_family(kind: str, family: str) -> None:
 
     batch = {name: value[:5] for name, value in batch.items()}
     expected, truth = measured()
-    features._tables["train"] = np.zeros((6, *features._shape), np.float32)
+    table = features._tables["train"] = np.zeros((6, *features._shape), np.float32)
     with features.on_split("train"):
-        features.is_measuring = True
-        measured()
-        features.is_measuring = False
+        with (tmp_path / "rows").open("wb") as features._measured:
+            features.is_measuring = True
+            measured()
+            features.is_measuring = False
+        with mock.patch("mgpu_pipe.objectives.tower_features.MERGE_BYTES", 1):  # a row at a time
+            features._merge(tmp_path / "rows", table)
         with mock.patch.object(features, "_run", side_effect=AssertionError("the tower ran")):
             found, grads = measured()
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
