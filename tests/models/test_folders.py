@@ -214,6 +214,18 @@ def test_quantised_weights_are_refused(folder: Path, name: str, dtype: torch.dty
     assert f"its weights are quantised (model.layers.0.{name} is " in error_of(folder)
 
 
+def test_plain_weights_whose_layers_round_are_refused(folder: Path) -> None:
+    """BitNet's layers round weights and inputs; a field that is left over from training is none of it."""
+    config = json.loads((folder / "config.json").read_text())
+    for method, said in (("bitnet", "its layers round weights and inputs as they compute"), ("bitsandbytes", "")):
+        config["quantization_config"] = {"quant_method": method, "quantization_mode": "online"}
+        (folder / "config.json").write_text(json.dumps(config))
+        if said:
+            assert said in error_of(folder)
+        else:
+            check_model_folder(folder)
+
+
 def test_whole_numbers_beside_weights_are_read(folder: Path) -> None:
     more = {"a.position_ids": torch.ones(1, 4).int(), "h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)}
     save_file({**load_file(folder / WEIGHTS), **more}, folder / WEIGHTS)

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_pipe.cli.verbs.eval import _keys_of_vectors
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.objectives.losses.vectors import cosent, ranks, shares_of_correlation
 from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.text_vectors import TextSimilarityObjective
@@ -163,3 +166,26 @@ def test_dot_products_are_no_cosines() -> None:
     (error,) = TextSimilarityConfig(loss="cosine", normalize=False).model_errors({"hidden_size": 16})
     assert "objective.normalize=False" in str(error).replace("false", "False")
     assert not TextSimilarityConfig(normalize=False).model_errors({"hidden_size": 16})
+
+
+@pytest.mark.parametrize(("similarity", "normalizes"), [(None, True), ("cosine", True), ("dot", False)])
+def test_a_folder_is_compared_by_its_similarity(tmp_path: Path, similarity: str | None, normalizes: bool) -> None:
+    """Also where no module normalises the vectors."""
+    write_modules(tmp_path, similarity)
+    assert _keys_of_vectors(tmp_path, DataConfig(), ())[0]["normalize"] is normalizes
+
+
+def test_a_similarity_that_eval_does_not_compute_is_refused(tmp_path: Path) -> None:
+    write_modules(tmp_path, "euclidean")
+    with pytest.raises(BadInputError, match="compares vectors by euclidean, which eval does not; measure it with"):
+        _keys_of_vectors(tmp_path, DataConfig(), ())
+
+
+def write_modules(folder: Path, similarity: str | None) -> None:
+    """Files of a sentence-transformers folder without Normalize."""
+    types = {"Transformer": "", "Pooling": "1_Pooling"}
+    modules = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in types.items()]
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"similarity_fn_name": similarity}))

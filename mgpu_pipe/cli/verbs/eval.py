@@ -210,7 +210,10 @@ def _keys_of_vectors(folder: Path, data: DataConfig, typed: Container[str]) -> t
         return {}, {}
     prompts = {f"{kind}_prompt": text or None for kind, text in modules.prompts.items() if kind in PROMPTS}
     missing = {key: text for key, text in prompts.items() if hasattr(data, key) and f"data.{key}" not in typed}
-    return {"pooling": modules.pooling, "normalize": modules.normalize}, missing
+    if modules.similarity not in ("cosine", "dot"):
+        fix = "measure it with sentence-transformers"
+        raise BadInputError(f"{folder}: compares vectors by {modules.similarity}, which eval does not; {fix}")
+    return {"pooling": modules.pooling, "normalize": modules.normalize or modules.similarity == "cosine"}, missing
 
 
 def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:

@@ -135,6 +135,12 @@ def check_model_folder(path: Path | str, tokenizer_vocab_size: int | None = None
             f"model.path={folder}: {ADAPTER} names other weights, which are not followed; give one of whole weights"
         )
     config = read_config_json(folder)
+    quantised = config.get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "bitnet":
+        raise ModelFolderError(
+            f"model.path={folder}: its layers round weights and inputs as they compute (quantization_config), which "
+            "this program does not; remove that field to compute with the weights as they are"
+        )
     if is_file(folder / GENERATION):
         _read_json(folder / GENERATION)
     if is_file(folder / WEIGHTS):

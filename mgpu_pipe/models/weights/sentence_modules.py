@@ -41,6 +41,7 @@ class SentenceModules:
         default_prompt: kind of the prompt where none is named; None for no prompt.
         max_tokens: tokens of a text, without the rest; None for as many as tokenizer and model allow.
         lower_case: whether texts are written small first.
+        similarity: sentence-transformers' name of what compares two vectors.
     """
 
     pooling: str
@@ -49,6 +50,7 @@ class SentenceModules:
     default_prompt: str | None = None
     max_tokens: int | None = None
     lower_case: bool = False
+    similarity: str = "cosine"
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
@@ -72,7 +74,7 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
         place = folder / "config_sentence_transformers.json"
         texts = _json(place) if is_file(place) else {}
         prompts, default = dict(texts.get("prompts") or {}), texts.get("default_prompt_name")
-        width = texts.get(TRUNCATED)
+        width, similarity = texts.get(TRUNCATED), str(texts.get("similarity_fn_name") or "cosine")
         place = next((folder / name for name in SHAPES if is_file(folder / name)), folder / SHAPES[0])
         shape = _json(place) if is_file(place) else {}
         longest, lower_case = shape.get("max_seq_length"), bool(shape.get("do_lower_case"))
@@ -98,6 +100,7 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
         None if default is None else str(default),
         max_tokens,
         lower_case,
+        similarity,
     )
 
 
