@@ -85,7 +85,7 @@ def _gpu_number(nvml: Any, name: str) -> int | None:
 def _first_gpu() -> tuple[Any, ctypes.c_void_p] | None:
     """NVML and its handle of the first visible GPU; None without one."""
     nvml, device = _nvml()[0], ctypes.c_void_p()
-    number = next((_gpu_number(nvml, name) for name in _visible_gpus()), None)
+    number = None if nvml is None else next((_gpu_number(nvml, name) for name in _visible_gpus()), None)
     if number is None or nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
         return None
     return nvml, device
@@ -103,7 +103,8 @@ def why_no_gpu() -> str:
 def used_memory() -> dict[int, tuple[int, int]]:
     """Used bytes (by all users) and total bytes of each visible GPU, by the driver's number; without MIG instances."""
     nvml, bytes_by_gpu = _nvml()[0], dict[int, tuple[int, int]]()
-    numbers = [_gpu_number(nvml, name) for name in _visible_gpus() if not name.startswith("MIG-")]
+    names = [] if nvml is None else [name for name in _visible_gpus() if not name.startswith("MIG-")]
+    numbers = [_gpu_number(nvml, name) for name in names]
     for number in sorted(number for number in numbers if number is not None):
         device, memory = ctypes.c_void_p(), _Memory()
         if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
