@@ -34,6 +34,7 @@ NAMES_FAMILIES = {
     "models/field_sizes.py": LIBRARY,
     "models/fields.py": "a type that transformers' tables lack",
     "models/kernels/layers.py": "kernels of Liger, by the classes that it patches",
+    "models/weights/folder.py": "a rule of transformers for a type; a name of a quantisation",
     "models/weights/model_files.py": "names of transformers 4 for fields, in families with unusual ones",
     "models/weights/sentence_modules.py": "file names of sentence-transformers",
     "objectives/picture_keys.py": "a type whose towers are of any kind; a name of the objective",
