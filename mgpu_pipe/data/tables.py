@@ -155,7 +155,7 @@ def _rows_of_whole_json(path: Path, expected: Fingerprint | None) -> RowLines:
 
 
 def has_joined_lists(path: Path, expected: Fingerprint | None = None) -> bool:
-    """Whether a JSON file goes on after its first list; raises like :func:`row_lines`."""
+    """Whether a JSON file has another list after its first; raises like :func:`row_lines`."""
     lines = files.read_lines(path, expected)
     first, second = next(lines)[0].strip(), next(lines, None)
     if not first.startswith("[") or not _is_whole_json(first, None if second is None else second[0].strip()):
@@ -190,7 +190,7 @@ def _values_in(text: str, path: Path) -> Iterator[_Value]:
             if offset == len(text):
                 return
             if text[offset] != "[":
-                raise AnewError(f"{path}: goes on after the end of a JSON list; {files.FIX}")
+                raise AnewError(f"{path}: has other text after a JSON list; {files.FIX}")
             offset, lists = offset + 1, lists + 1
             continue
         number += 1
@@ -236,7 +236,7 @@ def _rows_in(document: Mapping[str, object]) -> list[object]:
 
 
 def _past(text: str, offset: int) -> int:
-    """First offset that is none of what may stand between values; joined files have marks of UTF-8 there."""
+    """Offset of the next value: skips white space, commas, and the byte order marks that joined files hold."""
     while offset < len(text) and text[offset] in " \t\r\n,\ufeff":
         offset += 1
     return offset

@@ -116,7 +116,7 @@ def pair_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
 
 
 def _each_positive(line: str, origin: str, keys: EmbeddingPairsConfig) -> Iterator[str]:
-    """A row for each positive of a text of its own, with its own score and those of the negatives."""
+    """A row for each distinct positive, with its score and those of the negatives."""
     column, scored = keys.positive_column, keys.scores_column
     try:
         row = pair_row(line, origin, (*keys.text_columns(), *([] if scored is None else [scored])))

@@ -68,7 +68,7 @@ def test_json_lists_in_a_zip_file_are_read_one_after_another(tmp_path: Path) -> 
 def test_what_goes_on_after_a_json_list_is_refused(tmp_path: Path, rest: str) -> None:
     for joined in (f"{PRETTY}\n{rest}", f"{PRETTY}{MORE}{rest}\n"):
         (tmp_path / "a.json").write_text(joined)
-        with pytest.raises(DataError, match=r"a.json: goes on after the end of a JSON list; correct or remove it"):
+        with pytest.raises(DataError, match=r"a.json: has other text after a JSON list; correct or remove it"):
             rows_in(tmp_path / "a.json")
     assert is_table_anew(tmp_path / "a.json")
     (tmp_path / "a.json").write_text(f"{PRETTY}\n{MORE[:-1]}")
