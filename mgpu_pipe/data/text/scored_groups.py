@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -82,6 +83,7 @@ def prepare_embedding_pairs(
 ) -> PreparedEmbeddingPairs:
     """Prepares the pairs (:func:`mgpu_pipe.data.text.prepare_text.prepare`); or DataError if none can be compared."""
     known = prepare_groups(PreparedEmbeddingPairs, model, data, objective, progress)
+    _require_room(known, data)
     negative = getattr(data, "negative_column", USUAL[2])
     if known.texts - known.random_negatives == 2 and negative != USUAL[2]:
         fix = "set it to the column of the negatives, or leave it out"
@@ -144,6 +146,23 @@ def _teacher_scores(documents: Iterable[Document]) -> list[float]:
 
 def _scores_of(documents: Iterable[Document]) -> list[float]:
     return [document.score for document in documents if document.score is not None]
+
+
+def _require_room(known: PreparedEmbeddingPairs, data: DataConfig) -> None:
+    """Refuses a prompt that leaves no token of a row to the text."""
+    from tokenizers import Tokenizer
+
+    prompts: dict[str, str] = {key: getattr(data, key, None) or "" for key in ("query_prompt", "document_prompt")}
+    if not any(prompts.values()):
+        return
+    tokenizer = Tokenizer.from_file(str(known.tokenizer_folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    for key, prompt in prompts.items():
+        length = len(tokenizer.encode(prompt).ids)
+        if length >= data.seq_len:
+            reason = f"its {length} tokens leave no room for a text in data.seq_len={data.seq_len}"
+            raise ConfigError(f"data.{key}", textwrap.shorten(prompt, 40), "shorten it, or raise data.seq_len", reason)
 
 
 def _require_documents(known: PreparedEmbeddingPairs, data: DataConfig) -> None:

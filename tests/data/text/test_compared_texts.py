@@ -284,6 +284,12 @@ def test_prompts_stand_before_the_texts(tmp_path: Path) -> None:
     assert prepare(config).digest != prepare(configured(tmp_path)).digest
 
 
+@pytest.mark.parametrize("key", ["query_prompt", "document_prompt"])
+def test_a_prompt_without_room_for_a_text_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{key}=find find .*: its 4\d tokens leave no room for a text"):
+        prepare(configured(tmp_path, ROWS, f"data.{key}='{'find ' * 40}'"))
+
+
 @pytest.mark.parametrize("specials", [False, True])
 def test_a_long_text_is_cut_as_the_tokenizers_library_does(tmp_path: Path, specials: bool) -> None:
     from tokenizers import Tokenizer, processors
