@@ -18,6 +18,7 @@ from tests.hub.support import RUN, TINY, Place, folder_of, rows
 from tests.support.command import environment
 from tests.support.hub import TOKEN, files_of
 from tests.support.program import ForkedProgram
+from tests.support.worlds import free_port
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_a_folder_of_the_name_wins_and_is_told(place: Place, model: Path) -> Non
 def test_rank_zero_alone_asks_and_every_node_fetches(place: Place) -> None:
     """Two nodes, each with caches of its own."""
     words = ["model=hf", "model.path=acme/tiny", "data=synthetic", *RUN, "trainer.max_steps=2", "run.dir=joined"]
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(2):
         node = place.root / f"node{rank}"
@@ -175,18 +176,10 @@ def test_rank_zero_alone_asks_and_every_node_fetches(place: Place) -> None:
     assert len(weights) == 2, asked_for
 
 
-def _free_port() -> str:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.slow
 def test_what_rank_zero_refuses_alone_ends_all_ranks_at_once(place: Place) -> None:
     """The others wait for its word of the name; without one they would, for launch.collective_timeout."""
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ["model=hf", "model.path=acme/nothing", "data.paths=[a]", "strategy=ddp", *TINY, "trainer.accelerator=cpu"]
     ranks = []
     for rank in "01":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 from contextlib import ExitStack
@@ -36,6 +35,7 @@ from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.system.joined_world import existing_world, hosts, joined_processes, tasks_per_node
 from tests.data.support import config as data_config
 from tests.launch.launching import until
+from tests.support.worlds import free_port
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {  # two nodes x two tasks, as Debian's slurm-wlm 22.05 sets them
@@ -217,8 +217,7 @@ def test_a_rank_that_leaves_before_its_data_is_named_by_rank_zero(tmp_path: Path
 
 
 def test_ranks_that_do_not_meet_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in world.items():
         monkeypatch.setenv(name, value)

@@ -6,7 +6,6 @@ import errno
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
 from mgpu_pipe.runs.resume_command import CommandLine, hydra_quoted
 from tests.support.command import column, environment
 from tests.support.program import ForkedProgram
+from tests.support.worlds import free_port
 
 HARD = '/shared/it\'s 50% "of" $HOME'
 
@@ -294,10 +294,7 @@ def test_the_line_for_other_schedulers_trains_by_the_environment_alone(
     torchrun, plain = shlex.split(out[1]), shlex.split(out[-1])
     assert torchrun[1:3] == ["--nnodes=1", "--nproc_per_node=2"] and plain[:3] == ["python", "-m", "mgpu_pipe"]
     assert torchrun[torchrun.index("mgpu_pipe") + 1 :] == plain[3:] and "launch=torchrun" not in plain
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         ForkedProgram(plain[3:], tmp_path, {**environment(cache), **world, "RANK": rank, "LOCAL_RANK": rank})
         for rank in ("0", "1")
