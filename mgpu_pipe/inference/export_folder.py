@@ -263,7 +263,5 @@ def stop_at_turns(folder: Path) -> None:
     if chat is None or not is_file(file):
         return
     content = json_file(file)
-    before = content.get("eos_token_id")
-    ends = [*(before if isinstance(before, list) else [before]), *end_tokens(load_tokenizer(folder), chat)]
-    content["eos_token_id"] = list(dict.fromkeys(token for token in ends if token is not None))
+    content["eos_token_id"] = end_tokens(load_tokenizer(folder), chat)
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer, follows_file, 
 from mgpu_pipe.errors import BadInputError, print_text
 from mgpu_pipe.inference.sampling import RowSampling, Sampling, StopTexts
 from mgpu_pipe.models.rotary import length_at_hand
+from mgpu_pipe.models.weights.model_files import stored_end_tokens
 from mgpu_pipe.system.local_files import is_file
 
 if TYPE_CHECKING:
@@ -369,11 +370,10 @@ def decode_answer(
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None) -> list[int]:
-    """The ids that end a text: the tokenizer's end of text and the chat template's end of turn."""
+    """The ids that end a text, a turn of the chat template, or an answer by ``generation_config.json`` next to it."""
     names = [tokenizer.eos_token, None if chat is None else chat.turn_end()]
-    ids = tokenizer.convert_tokens_to_ids([name for name in names if name is not None])
-    assert isinstance(ids, list)
-    return list(dict.fromkeys(ids))
+    ids: Any = tokenizer.convert_tokens_to_ids([name for name in names if name is not None])
+    return list(dict.fromkeys([*stored_end_tokens(Path(tokenizer.name_or_path)), *ids]))
 
 
 def encode(

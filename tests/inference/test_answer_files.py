@@ -353,6 +353,36 @@ def test_a_chat_model_answers_messages_and_prompts_by_its_template(
     )
 
 
+def test_answers_end_at_each_token_of_the_folders_generation_settings(place: Path, tmp_path: Path) -> None:
+    """Published chat models list several ends. Oracle: transformers' own ``generate`` in the same folder."""
+    import shutil
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not (place / "exported").exists():
+        assert main(["export", str(place / "run"), "--out", str(place / "exported")]) == 0
+    folder = shutil.copytree(place / "exported", tmp_path / "listed")
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    inputs = tokenizer(PROMPTS[0], return_tensors="pt")
+    words: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+    whole = model.generate(**inputs, **words)[0, inputs["input_ids"].shape[1] :].tolist()
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings["eos_token_id"] = [tokenizer.eos_token_id, whole[4]]
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    ids = model.generate(**inputs, **words)[0].tolist()[:-1]
+    ended = tmp_path / "ended.jsonl"
+    files = ["--input", str(place / "prompts.jsonl"), "--output", str(ended)]
+    assert main(["generate", str(folder), *files, *GREEDY]) == 0
+    row = json.loads(ended.read_text().splitlines()[0])
+    assert PROMPTS[0] + row["answer"] == tokenizer.decode(ids, skip_special_tokens=True)
+    assert row["tokens"] == whole.index(whole[4]) < 9
+    run = load_run(folder)
+    [alone] = generate_text(run.model, run.tokenizer(), [PROMPTS[0]], max_new_tokens=9, temperature=0.0)
+    assert alone == row["answer"]
+
+
 @pytest.mark.slow
 def test_an_encoder_decoder_keeps_its_cache_under_a_strategy(tmp_path: Path, cache: Path) -> None:
     """Oracle: transformers' own generation, row by row."""

@@ -236,6 +236,12 @@ def generation_settings(folder: Path) -> dict[str, object] | None:
     return settings if isinstance(settings, dict) else None
 
 
+def stored_end_tokens(folder: Path) -> list[int]:
+    """The tokens that end a text by a model folder's ``generation_config.json``, which names a number or a list."""
+    ends = (generation_settings(folder) or {}).get("eos_token_id")
+    return [token for token in (ends if isinstance(ends, list) else [ends]) if type(token) is int and token >= 0]
+
+
 def copy_sentence_modules(maker: Path, out: Path) -> None:
     """Copies the sentence-transformers files of ``maker``: its list of modules, and modules next to the model.
 
