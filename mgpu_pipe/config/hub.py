@@ -34,6 +34,7 @@ SMALL = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",

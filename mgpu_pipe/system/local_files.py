@@ -231,15 +231,20 @@ def check_plain(path: Path, inside: Path | None = None) -> None:
         raise _no_plain_file(path)
 
 
-def check_folder(folder: Path, largest_json: int = MAX_JSON_BYTES, depth: int = 2) -> None:
-    """Raise NotPlainError for the first entry of a folder that is no plain file, before a library reads it."""
+def check_folder(folder: Path, largest_json: int = MAX_JSON_BYTES, depth: int = 2, inside: Path | None = None) -> None:
+    """Raise NotPlainError for the first entry of a folder that is no plain file, before a library reads it.
+
+    Args:
+        inside: folder that must contain the files after following links; default: ``folder``.
+    """
+    inside = inside or folder
     for entry in sorted(os.scandir(folder), key=lambda item: item.name):
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
             if depth:
-                check_folder(path, largest_json, depth - 1)
+                check_folder(path, largest_json, depth - 1, inside)
             continue
-        check_plain(path, folder)
+        check_plain(path, inside)
         if path.suffix in (".json", ".jinja", ".txt") and exists(path) and path.stat().st_size > largest_json:
             raise NotPlainError(
                 f"{path}: has {path.stat().st_size:,} bytes, more than the {largest_json:,} that can be right"

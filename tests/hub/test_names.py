@@ -214,3 +214,16 @@ def test_a_strangers_run_makes_nothing_be_fetched(place: Place, texts: Path) -> 
     mine.run("eval", "theirs", files)
     assert any("acme/texts" in one for one in place.hub.requests), "what the command line gives is fetched"
     assert not any("acme/tiny" in one for one in place.hub.requests)
+
+
+def test_the_named_chat_templates_of_a_name_are_fetched_and_read(place: Place, model: Path) -> None:
+    named = {"chat_template.jinja": b"plain", "additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    commit = place.hub.model("acme/named").commit({**files_of(model), **named})
+    code = (
+        "from mgpu_pipe.config.hub import local_folder\n"
+        "from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer, named_templates\n"
+        f"folder = local_folder('acme/named@{commit}'); check_tokenizer(folder); print(named_templates(folder))"
+    )
+    asked = {**environment(place.cache), **place.hub.environment(place.root / "hf")}
+    done = subprocess.run([sys.executable, "-c", code], env=asked, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str({"default": "plain", "tool_use": "{{ tools }}"})

@@ -33,10 +33,12 @@ from mgpu_pipe.data.text.tokenizer_folder import (
     existing_file,
     json_file,
     json_object,
+    list_templates,
     load_tokenizer_file,
     spare_tokens,
     special_tokens,
     stop_tokens,
+    template_files,
 )
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError, ModelFolderError
@@ -232,7 +234,8 @@ def _import(
     model: ModelConfig, data: DataConfig, file: Path, template: ChosenTemplate | None, cache: Path
 ) -> TokenizerInfo:
     """Copies the tokenizer of ``file``, completed to load alone; a template's missing tokens get the next free ids."""
-    paths = {name: file.parent / name for name in FILES if (file.parent / name).is_file()}
+    paths = {name: file.parent / name for name in (*FILES, *template_files(file.parent))}
+    paths = {name: path for name, path in paths.items() if path.is_file()}
     paths[TOKENIZER] = file
     # Read once: the stored content is what was hashed, even if the files change meanwhile.
     try:
@@ -250,6 +253,7 @@ def _import(
                 except ModelFolderError as error:
                     reason = str(error).removeprefix(f"{paths[name]}: ").removesuffix(REPLACE)
                     raise _tokenizer_error(data, paths[name], reason) from error
+            (out / name).parent.mkdir(exist_ok=True)
             (out / name).write_bytes(content)
         _leave_out(out, spare)
         name, _ = _end_of_sequence(model, data, out, _load(data, out / TOKENIZER, file))
@@ -257,6 +261,7 @@ def _import(
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         if special_tokens(out).get("eos_token") is None:
             settings["eos_token"] = name
+        list_templates(out, settings)
         if template is not None:
             settings.pop("chat_template", None)
             (out / "chat_template.json").unlink(missing_ok=True)

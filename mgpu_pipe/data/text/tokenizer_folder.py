@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,8 @@ TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of templates by name, next to :data:`TEMPLATE`, the default one."""
 MODEL_VOCABULARY = "model_vocab_size"
 """Key in CONFIG of a tokenizer that this program trained: the vocabulary size of its model."""
 USUAL_MASKS = ("[MASK]", "<mask>")
@@ -87,30 +90,51 @@ def without_file(folder: Path) -> tuple[str, str | None]:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Reads the chat template of a tokenizer folder, from any of transformers' three places."""
+    """Reads the chat template of a tokenizer folder: as in transformers ``tool_use`` where a conversation has tools,
+    else the default one."""
+    templates = named_templates(folder)
+    default, with_tools = templates.get("default"), templates.get("tool_use")
+    return default if default is None or with_tools is None else joined_templates(with_tools, default)
+
+
+def named_templates(folder: Path) -> dict[str, str]:
+    """Reads the chat templates of a tokenizer folder by name, from any of transformers' four places."""
+    named = {Path(name).stem: _template_in(folder, name) for name in template_files(folder)}
     if is_file(folder / TEMPLATE):
-        try:
-            return read_bytes(folder / TEMPLATE, MAX_CONFIG_BYTES).decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFolderError(
-                f"{folder / TEMPLATE}: is no text in UTF-8; put a whole copy in its place"
-            ) from error
+        return {"default": _template_in(folder, TEMPLATE), **named}
     for name in ("chat_template.json", CONFIG):
         if is_file(folder / name):
             template = json_file(folder / name).get("chat_template")
             if isinstance(template, list):
-                template = _template_of_list({entry["name"]: entry["template"] for entry in template})
-            if isinstance(template, str):
-                return template
-    return None
+                listed = {entry["name"]: entry["template"] for entry in template}
+            else:
+                listed = {"default": template}
+            if isinstance(listed.get("default"), str):
+                return {**listed, **named}
+    return named
 
 
-def _template_of_list(templates: dict[str, Any]) -> Any:
-    """The template of a list of them: as in transformers ``tool_use`` where a conversation has tools, else default."""
-    default, with_tools = templates.get("default"), templates.get("tool_use")
-    if not (isinstance(default, str) and isinstance(with_tools, str)):
-        return default
-    return joined_templates(with_tools, default)
+def template_files(folder: Path) -> list[str]:
+    """Names of the files in :data:`NAMED_TEMPLATES`, from ``folder`` on."""
+    return [f"{NAMED_TEMPLATES}/{path.name}" for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))]
+
+
+def list_templates(folder: Path, settings: dict[str, Any]) -> None:
+    """Moves the chat templates of a folder with :data:`NAMED_TEMPLATES` into ``settings``, so that it is flat."""
+    if not is_folder(folder / NAMED_TEMPLATES):
+        return
+    templates = named_templates(folder)
+    settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    shutil.rmtree(folder / NAMED_TEMPLATES)
+    for name in (TEMPLATE, "chat_template.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _template_in(folder: Path, name: str) -> str:
+    try:
+        return read_bytes(folder / name, MAX_CONFIG_BYTES, folder).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFolderError(f"{folder / name}: is no text in UTF-8; put a whole copy in its place") from error
 
 
 def chat_of(folder: Path, places: tuple[str, ...] | None = None) -> ChatTemplate | None:

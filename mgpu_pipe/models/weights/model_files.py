@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 TOKENIZER_SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER_SETTINGS,
@@ -276,8 +277,10 @@ def write_tokenizer(tokenizer_folder: Path, out: Path, adopt_special_tokens: boo
         adopt_special_tokens: whether to write its special ids into the configurations, for a model without a folder
             whose configuration has an end-of-text token.
     """
-    for name in TOKENIZER_FILES:
+    named = [f"{NAMED_TEMPLATES}/{file.name}" for file in (tokenizer_folder / NAMED_TEMPLATES).glob("*.jinja")]
+    for name in (*TOKENIZER_FILES, *named):
         if (tokenizer_folder / name).is_file():
+            (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(tokenizer_folder / name, out / name)
     if (out / TOKENIZER_SETTINGS).is_file():
         _name_settings_as_before(out)
@@ -294,7 +297,9 @@ def _name_settings_as_before(out: Path) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if template.is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
+        files = {"default": template, **{file.stem: file for file in sorted((out / NAMED_TEMPLATES).glob("*.jinja"))}}
+        listed = [{"name": name, "template": file.read_text(encoding="utf-8")} for name, file in files.items()]
+        settings["chat_template"] = listed if len(listed) > 1 else listed[0]["template"]
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mgpu_pipe.data.text.render_chat import ChatTemplate
-from mgpu_pipe.data.text.tokenizer_folder import chat_template
+from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
+from mgpu_pipe.data.text.tokenizer_folder import CONFIG, chat_of, chat_template
+from mgpu_pipe.models.weights.model_files import write_tokenizer
+from tests.data.support import CHATML, config
 from tests.support.real_folders import need_chat_templates
 
 ARGUMENTS = {"city": "Zürich", "days": 3}
@@ -104,3 +109,36 @@ def test_a_conversation_with_tools_gets_the_folders_template_for_tools(tmp_path:
     ends = ChatTemplate(plain, {"eos_token": "<end>"}, ("<end>",))
     asked = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     assert template.conversation(asked, "f:1", "messages") == ends.conversation(asked, "f:1", "messages")
+
+
+@pytest.mark.parametrize("default", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+def test_the_named_templates_of_a_folder_render_and_travel_as_in_transformers(tmp_path: Path, default: str) -> None:
+    """transformers saves a dict of templates as chat_template.jinja and files in additional_chat_templates."""
+    named = {"default": CHATML, "tool_use": "{{ tools | tojson }}\n" + CHATML, "rag": "{{ documents }}"}
+    words, folder = Tokenizer(models.WordLevel({"a": 0, "</s>": 1})), tmp_path / "words"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    tokenizer.chat_template = named
+    tokenizer.save_pretrained(folder)
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+    if default != "chat_template.jinja":
+        (folder / "chat_template.jinja").unlink()
+        settings = json.loads((folder / CONFIG).read_text()) if default == CONFIG else {}
+        (folder / default).write_text(json.dumps({**settings, "chat_template": CHATML}))
+    run = config(tmp_path, tokenizer=str(folder))
+    made = resolve_tokenizer(run.model, run.data, run.objective, [], tmp_path / "cache").folder
+    for out in (tmp_path / "of_run", tmp_path / "of_folder"):
+        out.mkdir()
+        write_tokenizer(made if out.name == "of_run" else folder, out, False)
+    talk = [{"role": "user", "content": "a"}]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    for place in (folder, made, tmp_path / "of_run", tmp_path / "of_folder"):
+        template = chat_of(place)
+        assert template is not None
+        for given in (tools, None):
+            expected = tokenizer.apply_chat_template(talk, tools=given, tokenize=False)
+            assert template.render(talk, given) == expected, place
+        if place != folder and (place == made or default == "chat_template.jinja"):
+            assert AutoTokenizer.from_pretrained(place).chat_template == named
+    if default == "chat_template.jinja":
+        listed = json.loads((tmp_path / "of_folder" / CONFIG).read_text())["chat_template"]
+        assert {entry["name"]: entry["template"] for entry in listed} == named, "transformers 4 reads them there"
