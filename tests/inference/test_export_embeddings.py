@@ -32,7 +32,8 @@ def test_sentence_transformers_gives_the_vectors_of_the_run(tmp_path: Path) -> N
     small = ("model=bert_tiny", "model.config.vocab_size=384", "strategy=single", "trainer.accelerator=cpu")
     out = mgpu(tmp_path / "cache", tmp_path, *given, file, *small, "trainer.max_steps=2", "trainer.devices=1")
     folder = tmp_path / "exported"
-    mgpu(tmp_path / "cache", tmp_path, "export", str(run_folder(out)), "--out", str(folder))
+    said = mgpu(tmp_path / "cache", tmp_path, "export", str(run_folder(out)), "--out", str(folder))
+    assert f'load it: sentence_transformers.SentenceTransformer("{folder}")' in said
     published = library.SentenceTransformer(str(folder), device="cpu")
     assert published.max_seq_length == 12 and published.similarity_fn_name == "cosine"
     vectors, texts = run_vectors(folder, tmp_path)

@@ -23,6 +23,7 @@ from mgpu_pipe.inference.model_arguments import (
 from mgpu_pipe.inference.model_card import push_folder, push_target, write_card
 from mgpu_pipe.inference.open import StoredModel, open_model
 from mgpu_pipe.models.fields import builder_of, class_of
+from mgpu_pipe.models.weights.sentence_modules import MODULES
 from mgpu_pipe.system.local_files import expand_home, is_file
 
 if TYPE_CHECKING:
@@ -152,8 +153,7 @@ def _export_folder(arguments: argparse.Namespace) -> None:
         average = "the average of " if arguments.weights == "ema" else ""
         how = f"{arguments.dtype}; {'adapters merged; ' if adapts else ''}logits compared after loading it again"
         print_line(f"exported {average}{run.source} to {out} ({how})")
-        loader = builder_of(run.model.config.model_type, class_of([type(run.model).__name__]))
-        print_line(f'load it: transformers.{loader}.from_pretrained("{out}")')
+        print_line(f"load it: {_loader_call(run, out)}")
     _print_tokenizer_notes(run)
     if target is not None:
         write_card(run, out, target.repository, arguments.dtype, asks_hub=True)
@@ -161,6 +161,14 @@ def _export_folder(arguments: argparse.Namespace) -> None:
         address = push_folder(out, target, arguments.private, f"Model{step}, exported by mgpu_pipe {__version__}")
         print_line(f"pushed {out} to {address}")
         print_line(f"train on: mgpu-pipe model=hf model.path={target.repository}")
+
+
+def _loader_call(run: StoredModel, out: Path) -> str:
+    """Python that loads the model folder ``out``: by sentence-transformers where it holds that library's modules."""
+    if is_file(out / MODULES):
+        return f'sentence_transformers.SentenceTransformer("{out}")'
+    loader = builder_of(run.model.config.model_type, class_of([type(run.model).__name__]))
+    return f'transformers.{loader}.from_pretrained("{out}")'
 
 
 def _print_tokenizer_notes(run: StoredModel) -> None:
