@@ -99,7 +99,7 @@ class TextHeadConfig(ObjectiveConfig):
         if fields["model_type"] in model_types("AutoModelForMaskedLM") or is_known:
             return []
         reason = "it finds a row's last token by it: the last one that is another"
-        fix = "give the id that fills rows up, e.g. the tokenizer's end-of-text token (0 in those made here)"
+        fix = "give an id that fills rows up, e.g. that of the tokenizer's end-of-text token"
         return [ConfigError("model.config.pad_token_id", padding, fix, reason)]
 
 
