@@ -48,7 +48,8 @@ LEAVING_S = 10.0
 def too_late(save_s: float) -> bool:
     """Whether a save after one more step might miss the job's time limit.
 
-    SLURM's warning comes a fixed time before the limit; a save may take longer.
+    SLURM looks at limits every 30 s and sends its warning up to a minute before the time that ``launch.warning_s``
+    names; a save may take longer than what is left then.
 
     Args:
         save_s: seconds that the longest save took; 0 where there was none. Two of them have to fit, for one may be
