@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -116,6 +117,22 @@ def test_another_adapter_is_refused(folders: tuple[Path, Path, Any], keys: dict[
         check_built(run)
     with pytest.raises(ConfigError, match=said):
         build_model(run, torch.device("cpu"), False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "targets"),
+    [
+        ({"layers_to_transform": [1]}, ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]),
+        ({"target_modules": r".*\.(q|v)_proj"}, ["model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.v_proj"]),
+        ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}, ["model.layers.*.self_attn.q_proj"]),
+    ],
+)
+def test_the_targets_that_a_refusal_names_fit(tmp_path: Path, fields: dict[str, Any], targets: list[str]) -> None:
+    folders = made_by_peft(tmp_path, **fields)
+    for wrong in (["all-linear"], ["k_proj"]):
+        with pytest.raises(ConfigError, match=re.escape(f"use peft.targets=[{','.join(targets)}], ")):
+            check_built(run_of(folders, targets=wrong))
+    begins_as_peft(run_of(folders, targets=targets), folders[2], False)
 
 
 def test_other_kinds_of_adapters_and_other_bases_are_refused(folders: tuple[Path, Path, Any], tmp_path: Path) -> None:

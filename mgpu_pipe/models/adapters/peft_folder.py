@@ -7,8 +7,10 @@ Format: ``adapter_config.json``, and ``adapter_model.safetensors`` whose names a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,8 @@ PREFIX = "base_model.model."
 ADAPTER_SETTINGS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEYS = (("r", "r", 8), ("alpha", "lora_alpha", 8), ("rslora", "use_rslora", False))
 """Our field, peft's field, and peft's default."""
+FACTOR, NUMBER = ".lora_A.", re.compile(r"\.\d+\.")
+"""Part of a tensor's name after its layer's, and a block's number in that."""
 TYING = "ensure_weight_tying"
 """Field that makes peft use a trained embedding for its tied head too."""
 
@@ -187,7 +191,7 @@ def check_peft_folder(keys: PeftConfig, model: nn.Module, adapters_alone: bool =
     for name, parameter in trained.items():
         theirs = name_in_peft(name)
         if theirs not in header:
-            fix = f"use peft.targets={_list_modules(settings.get('target_modules'))}, and peft.train_also as it was"
+            fix = f"use peft.targets={_adapted_targets(settings, header, model)}, and peft.train_also as it was"
             raise _refusal(keys, fix, f"it has no {theirs}, and the run trains {name}")
         others = [name_in_peft(other) for other in tied.get(name, ())]
         lacking = next((other for other in others if other not in header), None)
@@ -201,7 +205,7 @@ def check_peft_folder(keys: PeftConfig, model: nn.Module, adapters_alone: bool =
                 raise _refusal(keys, "give the model that it was trained on", f"{entry} is {stored}, {name} {shape}")
     left = sorted(set(header) - known)
     if left:
-        fix = f"use peft.targets={_list_modules(settings.get('target_modules'))}, or name it in peft.train_also"
+        fix = f"use peft.targets={_adapted_targets(settings, header, model)}, or name it in peft.train_also"
         raise _refusal(keys, fix, f"it holds {left[0]}, which the run does not train")
 
 
@@ -226,9 +230,23 @@ def _is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (A, B, MAGNITUDE)
 
 
-def _list_modules(modules: object) -> str:
-    # peft writes a set in arbitrary order.
-    return f"[{','.join(sorted(map(str, modules)))}]" if isinstance(modules, list) else str(modules)
+def _adapted_targets(settings: Mapping[str, Any], header: Iterable[str], model: nn.Module) -> str:
+    """Value of ``peft.targets`` for the adapted layers of a folder: peft's names, or patterns where other fields or a
+    regular expression choose among them."""
+    names = [name for name, _ in model.named_modules()]
+    entries = [entry.removeprefix(PREFIX).partition(FACTOR) for entry in header]
+    layers = {layer for layer, factor, _ in entries if factor}
+    listed = settings.get("target_modules")
+    if isinstance(listed, list) and _matching(listed, names) == layers:
+        return f"[{','.join(sorted(map(str, listed)))}]"  # peft writes a set in arbitrary order
+    numbered = {layer: NUMBER.sub(".*.", layer) for layer in layers}
+    exact = {pattern for pattern in numbered.values() if _matching([pattern], names) <= layers}
+    return f"[{','.join(sorted({pattern if pattern in exact else layer for layer, pattern in numbered.items()}))}]"
+
+
+def _matching(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    """The names that ``peft.targets`` matches by ``patterns``."""
+    return {name for name in names if any(fnmatchcase(f".{name}", f"*.{pattern}") for pattern in patterns)}
 
 
 def _refusal(keys: PeftConfig, fix: str, reason: str) -> ConfigError:
