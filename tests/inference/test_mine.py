@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ ROWS: list[Any] = [{"query": text(at // 2 * 2, 3), "positive": text(at, 5), "id"
 """Two rows have each query."""
 
 
-def mined_rows(place: Path, rows: list[Any], name: str, *words: str) -> list[dict[str, Any]]:
-    """Rows that ``mine`` writes for ``rows`` by the exported folder."""
+def mined_rows(place: Path, rows: list[Any], name: str, *words: str, model: str = "exported") -> list[dict[str, Any]]:
+    """Rows that ``mine`` writes for ``rows`` by a folder."""
     given, out = write_jsonl(place / f"{name}.jsonl", rows), place / f"{name}.mined.jsonl"
     device = ("--device", "cpu", "--batch-size", "7")
-    assert main(["mine", str(place / "exported"), "--input", str(given), "--output", str(out), *device, *words]) == 0
+    assert main(["mine", str(place / model), "--input", str(given), "--output", str(out), *device, *words]) == 0
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
@@ -64,6 +65,33 @@ def test_negatives_are_those_of_sentence_transformers(place: Path, margin: float
         assert row["negative"] == wanted.get(row["query"], [])
     sizes = [len(row["negative"]) for row in rows]
     assert set(sizes) == {3} if margin is None else 0 < sum(sizes) < 3 * len(ROWS)
+
+
+@pytest.mark.parametrize("similarity", [None, "cosine", "dot"])
+def test_scores_are_the_similarity_of_the_folder(place: Path, tmp_path: Path, similarity: str | None) -> None:
+    """Its vectors differ in length, for no module normalises them."""
+    library = pytest.importorskip("sentence_transformers", reason=REASON)
+    folder = unnormalized_folder(place, tmp_path / "folder", similarity)
+    model = library.SentenceTransformer(str(folder), device="cpu")
+    texts = [row["positive"] for row in ROWS]
+    queries = model.encode([row["query"] for row in ROWS], prompt_name="query")
+    scores = model.similarity(queries, model.encode(texts, prompt_name="document"))
+    for at, row in enumerate(mined_rows(place, ROWS, f"by-{similarity}", "--negatives", "28", model=str(folder))):
+        found = scores[at][[texts.index(text) for text in row["negative"]]]
+        assert len({*row["negative"]}) == 28 and not {*row["negative"]} & {*texts[at // 2 * 2 :][:2]}
+        torch.testing.assert_close(found, found.sort(descending=True).values, rtol=1e-6, atol=0)  # texts cut alike tie
+
+
+def unnormalized_folder(place: Path, folder: Path, similarity: str | None) -> Path:
+    """The exported folder without its module Normalize."""
+    shutil.copytree(place / "exported", folder)
+    modules = json.loads((folder / "modules.json").read_text())
+    kept = [module for module in modules if not module["type"].endswith("Normalize")]
+    assert len(kept) < len(modules)
+    (folder / "modules.json").write_text(json.dumps(kept))
+    file = folder / "config_sentence_transformers.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "similarity_fn_name": similarity}))
+    return folder
 
 
 def plain(queries: Any, documents: Any, positives: Any, others: Any, rules: MiningRules) -> list[list[int]]:

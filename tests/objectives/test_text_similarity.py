@@ -177,7 +177,7 @@ def test_a_folder_is_compared_by_its_similarity(tmp_path: Path, similarity: str 
 
 def test_a_similarity_that_eval_does_not_compute_is_refused(tmp_path: Path) -> None:
     write_modules(tmp_path, "euclidean")
-    with pytest.raises(BadInputError, match="compares vectors by euclidean, which eval does not; measure it with"):
+    with pytest.raises(BadInputError, match="compares vectors by euclidean, not by cosine or dot product; use"):
         _keys_of_vectors(tmp_path, DataConfig(), ())
 
 

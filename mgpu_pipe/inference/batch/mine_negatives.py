@@ -24,6 +24,7 @@ from mgpu_pipe.inference.batch.encode import TextEncoder, batches_of
 from mgpu_pipe.inference.batch.texts import TextRow, prompt_of, vectors_of, width_of
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.inference.open import LoadedRun
+from mgpu_pipe.models.weights.sentence_modules import compares_by_cosine
 from mgpu_pipe.system.local_files import replace_file
 
 SCORES_AT_ONCE = 1 << 22
@@ -219,16 +220,20 @@ def encode_sides(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Vectors of queries and of documents with their prompts, (texts, size).
 
+    Their dot products are the model's similarity; vectors have length 1 where it compares by cosine.
+
     Args:
         file: of the texts, for errors.
         queries, documents: with the numbers of their rows, for errors.
         batch: texts in a forward pass.
     """
     vectors, width = vectors_of(run.config, run.source), width_of(source)
+    normalizes = compares_by_cosine(vectors, run.source) and not vectors.normalize
 
     def encode(kind: str, texts: Mapping[str, int]) -> torch.Tensor:
         prompt = prompt_of(vectors, kind) if kind in vectors.prompts else ""
-        return _encode(TextEncoder(run, file, prompt, width), texts, batch)
+        encoded = _encode(TextEncoder(run, file, prompt, width), texts, batch)
+        return torch.nn.functional.normalize(encoded, dim=-1) if normalizes else encoded
 
     return encode("query", queries), encode("document", documents)
 

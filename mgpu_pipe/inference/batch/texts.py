@@ -95,7 +95,8 @@ def vectors_of(config: RunConfig | None, folder: Path) -> SentenceModules:
         if not isinstance(keys, VectorConfig):
             raise BadInputError(f"{folder}: learned objective={keys.name}; give a run of objective=text_embedding")
         prompts = {kind: getattr(data, f"{kind}_prompt", None) or "" for kind in KINDS}
-        return SentenceModules(keys.pooling, keys.normalize, prompts, max_tokens=data.seq_len)
+        similarity = "cosine" if keys.normalize else "dot"
+        return SentenceModules(keys.pooling, keys.normalize, prompts, max_tokens=data.seq_len, similarity=similarity)
     modules = read_sentence_modules(folder)
     if modules is None:
         raise BadInputError(
