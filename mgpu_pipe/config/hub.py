@@ -25,6 +25,8 @@ from mgpu_pipe.system.local_files import exists, expand_home, is_file
 
 T = TypeVar("T")
 DATA = "hf://"
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's chat templates by name, next to the default one."""
 SMALL = (
     "config.json",
     "generation_config.json",
@@ -34,7 +36,7 @@ SMALL = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
-    "additional_chat_templates/*.jinja",
+    f"{NAMED_TEMPLATES}/*.jinja",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
@@ -103,6 +105,11 @@ def hub_names(model: ModelConfig, data: DataConfig) -> Iterator[tuple[str, HubNa
             for path in paths if source and source.reads_files else ():
                 if (name := data_name(path, key)) is not None:
                     yield key, name
+
+
+def template_files(folder: Path) -> list[str]:
+    """Files of a tokenizer folder in :data:`NAMED_TEMPLATES`, from ``folder`` on."""
+    return [f"{NAMED_TEMPLATES}/{path.name}" for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))]
 
 
 def file_lists(data: DataConfig) -> Iterator[tuple[str, Any]]:

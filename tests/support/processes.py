@@ -6,6 +6,7 @@ returns the ranks' results in order. The functions live in test modules (they tr
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,8 @@ PRELOAD = [
     *("mgpu_pipe.launch.local", "mgpu_pipe.launch.worker", "tests.support.preload_rest"),
 ]
 TIMEOUT_S = 240.0
+STACKS_AT = 0.95
+"""Share of its time after which a process that has not finished writes the stacks of its threads."""
 SERVER: Any = forkserver._forkserver
 
 
@@ -75,6 +78,8 @@ def _entry(
         MASTER_PORT="0",
     )
     torch.set_num_threads(1)
+    stacks = _stacks_file(store, rank).open("w")
+    faulthandler.dump_traceback_later(STACKS_AT * timeout_s, file=stacks)
     try:
         dist.init_process_group(
             "gloo",
@@ -90,7 +95,17 @@ def _entry(
         out.send_bytes(pickle.dumps(("ok", result)))
     except BaseException as error:
         out.send_bytes(pickle.dumps(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
+    faulthandler.cancel_dump_traceback_later()
     out.close()
+
+
+def _stacks_file(store: str, rank: int) -> Path:
+    return Path(f"{store}.stacks-{rank}")
+
+
+def _stacks(store: str, rank: int) -> str:
+    file = _stacks_file(store, rank)
+    return f"rank {rank}: {file.read_text() if file.exists() else 'has not started'}"
 
 
 def run_processes(
@@ -104,27 +119,25 @@ def run_processes(
     """
     context = context or preloaded()
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes, processes, store = [], [], str(Path(folder) / "store")
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_entry,
-                daemon=True,
-                args=(rank, world_size, str(Path(folder) / "store"), timeout_s, function, args, sender),
+                target=_entry, daemon=True, args=(rank, world_size, store, timeout_s, function, args, sender)
             )
             process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _collect(pipes, processes, time.monotonic() + timeout_s)
+            return _collect(pipes, processes, time.monotonic() + timeout_s, store)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Any], processes: list[Any], deadline: float) -> list[Any]:
+def _collect(pipes: list[Any], processes: list[Any], deadline: float, store: str) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         for rank, pipe in enumerate(pipes):
@@ -136,5 +149,7 @@ def _collect(pipes: list[Any], processes: list[Any], deadline: float) -> list[An
                 raise AssertionError(f"rank {rank} died, exit code {processes[rank].exitcode}") from None
             assert kind == "ok", f"rank {rank}: {value}"
             results[rank] = value
-        assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(pipes))) - set(results))} did not finish"
+        if time.monotonic() >= deadline:
+            missing = sorted(set(range(len(pipes))) - set(results))
+            raise AssertionError("\n".join([f"ranks {missing} did not finish", *(_stacks(store, r) for r in missing)]))
     return [results[rank] for rank in range(len(pipes))]

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.hub import template_files
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import OR_SKIP
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
@@ -38,7 +39,6 @@ from mgpu_pipe.data.text.tokenizer_folder import (
     spare_tokens,
     special_tokens,
     stop_tokens,
-    template_files,
 )
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError, ModelFolderError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.data_sources import makes_tokens
-from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.config.hub import NAMED_TEMPLATES, local_folder, template_files
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.text.conversations import joined_templates
 from mgpu_pipe.data.text.tokenizer_record import check_record
@@ -36,8 +36,6 @@ TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of templates by name, next to :data:`TEMPLATE`, the default one."""
 MODEL_VOCABULARY = "model_vocab_size"
 """Key in CONFIG of a tokenizer that this program trained: the vocabulary size of its model."""
 USUAL_MASKS = ("[MASK]", "<mask>")
@@ -112,11 +110,6 @@ def named_templates(folder: Path) -> dict[str, str]:
             if isinstance(listed.get("default"), str):
                 return {**listed, **named}
     return named
-
-
-def template_files(folder: Path) -> list[str]:
-    """Names of the files in :data:`NAMED_TEMPLATES`, from ``folder`` on."""
-    return [f"{NAMED_TEMPLATES}/{path.name}" for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))]
 
 
 def list_templates(folder: Path, settings: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mgpu_pipe.config.hub import template_files
 from mgpu_pipe.errors import BadInputError, ModelFolderError
 from mgpu_pipe.models.build import REFUSALS, tied_sources
 from mgpu_pipe.models.field_types import KIND, PARAMETERS, PARTIAL, SCALING, THETA
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 TOKENIZER_SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-NAMED_TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER_SETTINGS,
@@ -277,8 +277,7 @@ def write_tokenizer(tokenizer_folder: Path, out: Path, adopt_special_tokens: boo
         adopt_special_tokens: whether to write its special ids into the configurations, for a model without a folder
             whose configuration has an end-of-text token.
     """
-    named = [f"{NAMED_TEMPLATES}/{file.name}" for file in (tokenizer_folder / NAMED_TEMPLATES).glob("*.jinja")]
-    for name in (*TOKENIZER_FILES, *named):
+    for name in (*TOKENIZER_FILES, *template_files(tokenizer_folder)):
         if (tokenizer_folder / name).is_file():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(tokenizer_folder / name, out / name)
@@ -297,7 +296,7 @@ def _name_settings_as_before(out: Path) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if template.is_file():
-        files = {"default": template, **{file.stem: file for file in sorted((out / NAMED_TEMPLATES).glob("*.jinja"))}}
+        files = {"default": template, **{Path(name).stem: out / name for name in template_files(out)}}
         listed = [{"name": name, "template": file.read_text(encoding="utf-8")} for name, file in files.items()]
         settings["chat_template"] = listed if len(listed) > 1 else listed[0]["template"]
     file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
