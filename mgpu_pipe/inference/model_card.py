@@ -24,6 +24,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, one_line
 from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE
 from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.models.fields import builder_of, class_of, has_two_towers
+from mgpu_pipe.models.weights.sentence_modules import MODULES
 from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, parse_yaml, read_bytes
 
@@ -31,22 +32,29 @@ CARD = "README.md"
 MARKUP = re.compile(r"([\\`*\[\]|!~])")
 """Characters that Markdown reads as more than themselves inside a cell."""
 Format = Literal["hf", "peft", "gguf", "onnx"]
+LIBRARIES = {"hf": "transformers", "peft": "peft", "gguf": "gguf", "onnx": "onnx"}
 FORMATS = {"hf": "safetensors", "peft": "safetensors, adapters alone", "gguf": "GGUF", "onnx": "ONNX"}
 GENERATIVE = "AutoModelForCausalLM"
 
 
-def model_card(stored: StoredModel, name: str, dtype: str, format: Format = "hf", asks_hub: bool = False) -> str:
+def model_card(
+    stored: StoredModel,
+    name: str,
+    dtype: str,
+    format: Format = "hf",
+    asks_hub: bool = False,
+    has_sentence_modules: bool = False,
+) -> str:
     """The model card of ``stored``.
 
     Args:
         name: on the Hub, or of the folder.
         dtype: of the exported weights.
         asks_hub: whether licences of base model and data are read from the Hub.
+        has_sentence_modules: whether sentence-transformers loads the export.
     """
     config = stored.config
-    meta: dict[str, Any] = {
-        "library_name": {"gguf": "gguf", "peft": "peft", "onnx": "onnx"}.get(format, "transformers")
-    }
+    meta: dict[str, Any] = {"library_name": "sentence-transformers" if has_sentence_modules else LIBRARIES[format]}
     meta["tags"] = ["mgpu_pipe"]
     rows = [("weights", f"{dtype}, {FORMATS[format]}")]
     licence = _local_licence(stored.maker)
@@ -64,10 +72,11 @@ def model_card(stored: StoredModel, name: str, dtype: str, format: Format = "hf"
     table = "\n".join(["| | |", "|---|---|", *(f"| {label} | {_escape_cell(text)} |" for label, text in rows)])
     front = yaml.safe_dump(meta, sort_keys=False, allow_unicode=True)
     title = _escape_cell(name)
-    return "\n".join([f"---\n{front}---\n", f"# {title}\n", table, "\n## Load it\n", *_loading(stored, name, format)])
+    loading = _loading(stored, name, format, has_sentence_modules)
+    return "\n".join([f"---\n{front}---\n", f"# {title}\n", table, "\n## Load it\n", *loading])
 
 
-def _loading(stored: StoredModel, name: str, format: Format) -> list[str]:
+def _loading(stored: StoredModel, name: str, format: Format, has_sentence_modules: bool) -> list[str]:
     """Lines that load the export in each engine that takes it."""
     place = re.sub(r"[^\w./-]", "_", name)
     if format == "gguf":
@@ -77,6 +86,9 @@ def _loading(stored: StoredModel, name: str, format: Format) -> list[str]:
         files = (TEXT_FILE, PICTURE_FILE) if has_two_towers(stored.model) else (FILE,)
         opened = [f'session = onnxruntime.InferenceSession("{place}/{file}")' for file in files]
         return ["```python", "import onnxruntime", "", *opened, "```", ""]
+    if has_sentence_modules:
+        code = ["from sentence_transformers import SentenceTransformer", "", f'model = SentenceTransformer("{place}")']
+        return ["```python", *code, "```", ""]
     loader = builder_of(stored.model.config.model_type, class_of([type(stored.model).__name__]))
     code = [
         f"from transformers import AutoTokenizer, {loader}",
@@ -191,7 +203,8 @@ def write_card(
     stored: StoredModel, folder: Path, name: str, dtype: str, format: Format = "hf", asks_hub: bool = False
 ) -> None:
     """Write the card into ``folder``, see :func:`model_card`."""
-    (folder / CARD).write_text(model_card(stored, name, dtype, format, asks_hub), encoding="utf-8")
+    has_modules = format == "hf" and (folder / MODULES).is_file()
+    (folder / CARD).write_text(model_card(stored, name, dtype, format, asks_hub, has_modules), encoding="utf-8")
 
 
 KEY = "--push"

@@ -64,6 +64,7 @@ def vectors_of(place: Path, model: str, name: str, *words: str, given: str = "te
 def test_vectors_are_those_of_sentence_transformers(place: Path) -> None:
     library = pytest.importorskip("sentence_transformers", reason=REASON)
     published = library.SentenceTransformer(str(place / "exported"), device="cpu")
+    assert 'SentenceTransformer("exported")' in (place / "exported" / "README.md").read_text()
     assert max(len(published.tokenizer(text)["input_ids"]) for text in TEXTS) > 24, "no text is cut"
     for model in ("run", "exported"):
         plain = vectors_of(place, model, f"plain-{model}.parquet", "--batch-size", "7")
