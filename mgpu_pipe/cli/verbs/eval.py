@@ -24,7 +24,7 @@ from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line, pr
 from mgpu_pipe.inference.model_arguments import add_device_argument, build_parser, open_run, parse_arguments
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.fields import HEADLESS, class_of
-from mgpu_pipe.models.weights.sentence_modules import compares_by_cosine, read_sentence_modules
+from mgpu_pipe.models.weights.sentence_modules import read_sentence_modules, require_cosine_or_dot
 from mgpu_pipe.report.held_out_figures import HeldOutFigures
 from mgpu_pipe.runs.hub_names import pin
 
@@ -210,7 +210,8 @@ def _keys_of_vectors(folder: Path, data: DataConfig, typed: Container[str]) -> t
         return {}, {}
     prompts = {f"{kind}_prompt": text or None for kind, text in modules.prompts.items() if kind in PROMPTS}
     missing = {key: text for key, text in prompts.items() if hasattr(data, key) and f"data.{key}" not in typed}
-    normalize = compares_by_cosine(modules, folder) or modules.normalize
+    require_cosine_or_dot(modules, folder)
+    normalize = modules.normalize or modules.similarity == "cosine"
     return {"pooling": modules.pooling, "normalize": normalize}, missing
 
 

@@ -14,7 +14,7 @@ from mgpu_pipe.inference.batch.settings import BATCH_SIZE, require_input
 from mgpu_pipe.inference.batch.texts import vectors_of, width_of
 from mgpu_pipe.inference.find_model import find_model
 from mgpu_pipe.inference.model_arguments import add_device_argument, build_parser, folder_of, open_run, parse_arguments
-from mgpu_pipe.models.weights.sentence_modules import compares_by_cosine
+from mgpu_pipe.models.weights.sentence_modules import require_cosine_or_dot
 from mgpu_pipe.system.local_files import exists, expand_home
 
 NEGATIVES = 4
@@ -46,7 +46,7 @@ def mine(argv: Sequence[str]) -> int:
     if not out.parent.is_dir():
         raise BadInputError(f"--output={arguments.output}: there is no folder {out.parent}; make it")
     source = find_model(folder_of(arguments))
-    compares_by_cosine(vectors_of(source.config, source.folder), source.folder)
+    require_cosine_or_dot(vectors_of(source.config, source.folder), source.folder)
     width_of(source)
     if pairs is not None:
         require_input(pairs)

@@ -20,7 +20,7 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     resolve_device,
 )
-from mgpu_pipe.models.weights.sentence_modules import compares_by_cosine
+from mgpu_pipe.models.weights.sentence_modules import require_cosine_or_dot
 from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.system.local_files import expand_home
 
@@ -40,7 +40,7 @@ def retrieve(argv: Sequence[str]) -> int:
     add_device_argument(parser)
     arguments = parse_arguments(parser, argv)
     source = find_model(folder_of(arguments))
-    compares_by_cosine(vectors_of(source.config, source.folder), source.folder)
+    require_cosine_or_dot(vectors_of(source.config, source.folder), source.folder)
     width_of(source)
     second = None
     if arguments.reranker is not None:

@@ -24,7 +24,6 @@ from mgpu_pipe.inference.batch.encode import TextEncoder, batches_of
 from mgpu_pipe.inference.batch.texts import TextRow, prompt_of, vectors_of, width_of
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.inference.open import LoadedRun
-from mgpu_pipe.models.weights.sentence_modules import compares_by_cosine
 from mgpu_pipe.system.local_files import replace_file
 
 SCORES_AT_ONCE = 1 << 22
@@ -228,7 +227,7 @@ def encode_sides(
         batch: texts in a forward pass.
     """
     vectors, width = vectors_of(run.config, run.source), width_of(source)
-    normalizes = compares_by_cosine(vectors, run.source) and not vectors.normalize
+    normalizes = vectors.similarity == "cosine" and not vectors.normalize
 
     def encode(kind: str, texts: Mapping[str, int]) -> torch.Tensor:
         prompt = prompt_of(vectors, kind) if kind in vectors.prompts else ""

@@ -53,16 +53,11 @@ class SentenceModules:
     similarity: str = "cosine"
 
 
-def compares_by_cosine(modules: SentenceModules, folder: Path) -> bool:
-    """Whether the model of ``folder`` compares vectors by their cosine; False for the dot product.
-
-    Raises:
-        BadInputError: it compares them otherwise.
-    """
+def require_cosine_or_dot(modules: SentenceModules, folder: Path) -> None:
+    """Raise BadInputError where the model of ``folder`` compares vectors neither by cosine nor by dot product."""
     if modules.similarity not in ("cosine", "dot"):
         reason = f"compares vectors by {modules.similarity}, not by cosine or dot product"
         raise BadInputError(f"{folder}: {reason}; use sentence-transformers")
-    return modules.similarity == "cosine"
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
