@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +21,7 @@ from mgpu_pipe.parallel.context.attention import Method, apply_context_parallel,
 from mgpu_pipe.parallel.expert.experts import ExpertLoad, apply_expert_parallel, experts_modules
 from mgpu_pipe.parallel.fsdp import COMPUTE_DTYPES, ShardingOptions, apply_fully_shard
 from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch, Pipeline, PipelinePlan, StageObjective
+from mgpu_pipe.parallel.pipeline.stages import StageView
 from mgpu_pipe.parallel.random_streams import RankStreams, uses_dropout
 from mgpu_pipe.parallel.tensor.apply import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor.whole_towers import keep_towers_whole
@@ -129,41 +130,19 @@ def parallelize(
     elif options.precision == "fp8":
         use_float8(model, options.fp8_recipe, dims.tp)
 
-    towers = tower_names(model, options.whole_parts)
+    towers, random = tower_names(model, options.whole_parts), uses_dropout(model)
 
     # Pipeline: delete the layers of other ranks' stages.
-    random = uses_dropout(model)
     views = options.pipeline.cut(model, groups["pp"].rank()) if options.pipeline is not None and dims.pp > 1 else []
 
     # Tensor parallelism, and with it sequence parallelism: cut the parameters of each layer.
     tensor = groups.get("tp")
     if tensor is not None:
         parts.streams = RankStreams(model, device) if random else None
-        # Only the first pipeline stage has towers.
-        towers = {part: name for part, name in towers.items() if not is_removed(model.get_submodule(name))}
-        apply_tensor_parallel(
-            model,
-            tensor,
-            sequence_parallel=options.sequence_parallel,
-            experts=dims.ep == 1,
-            stages=[view.layers for view in views],
-            streams=parts.streams,
-            whole=list(towers.values()),
-        )
-        keep_towers_whole(model, towers, tensor, parts.streams)
+        _cut_layers(model, tensor, dims, options, views, towers, parts.streams)
 
     # Expert parallelism: keep this rank's experts.
-    experts: list[torch.nn.Module] = []
-    if dims.ep > 1:
-        expert_group = meshes.group("ep")
-        if experts_modules(model):
-            cut = apply_expert_parallel(
-                model, expert_group, tp_group=tensor, sequence_parallel=options.sequence_parallel
-            )
-            experts = list(cut.values())
-        if parts.streams is not None:
-            for module in experts:
-                module.forward = parts.streams.within(True, module.forward)
+    experts = _keep_experts(model, meshes, tensor, options, parts.streams) if dims.ep > 1 else []
 
     # Context parallelism: attention over the sequence parts of several ranks.
     if dims.cp > 1:
@@ -173,17 +152,8 @@ def parallelize(
         along = tensor if options.sequence_parallel and dims.ep > 1 else None
         objective.share_sequences([groups["cp"]] if dims.cp > 1 else [], along)
     if views and options.pipeline is not None:
-        parameter_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        parts.pipeline = Pipeline(
-            options.pipeline,
-            views,
-            groups["pp"],
-            device,
-            objective,
-            COMPUTE_DTYPES[options.precision] or parameter_dtype,
-            in_stage=partial(run_stage, objective),
-            after_weights=after_weights,
-            measure=not options.compile_model,
+        parts.pipeline = _build_pipeline(
+            objective, options, options.pipeline, views, groups["pp"], device, after_weights
         )
 
     # Token counts of the experts.
@@ -202,14 +172,7 @@ def parallelize(
     # FSDP2 over the data-parallel axes, also for mixed precision and offload. Frozen parts have nothing to reduce.
     reduces = dims.uses_model_axes and any(parameter.requires_grad for parameter in model.parameters())
     if dims.dp_shard > 1 or reduces or options.precision != "fp32" or options.sharding.offload:
-        sharding = options.sharding
-        if dims.pp > 1 and sharding.reshard_after_forward == "auto":
-            # Several micro-batches run at once, and each would gather the weights again.
-            sharding = replace(sharding, reshard_after_forward=False)
-        expert_mesh = meshes.data_mesh("expert_shard") if dims.ep > 1 else None
-        parts.sharded = apply_fully_shard(
-            model, meshes.data_mesh(), options.precision, sharding, experts=experts, expert_mesh=expert_mesh
-        )
+        parts.sharded = _shard(model, meshes, dims, options, experts)
 
     # Fill the parameters, each rank its own parts.
     if fill is not None:
@@ -219,6 +182,90 @@ def parallelize(
     if parts.sharded is not None and parts.pipeline is not None:
         find_fsdp_units(parts.sharded)
     return parts
+
+
+def _cut_layers(
+    model: torch.nn.Module,
+    group: dist.ProcessGroup,
+    dims: ParallelDims,
+    options: ParallelOptions,
+    views: Sequence[StageView],
+    towers: Mapping[str, str],
+    streams: RankStreams | None,
+) -> None:
+    """Cut the layers of this rank's stages over ``group``; ``towers``, names of modules by their parts, stay whole."""
+    # Only the first pipeline stage has towers.
+    here = {part: name for part, name in towers.items() if not is_removed(model.get_submodule(name))}
+    apply_tensor_parallel(
+        model,
+        group,
+        sequence_parallel=options.sequence_parallel,
+        experts=dims.ep == 1,
+        stages=[view.layers for view in views],
+        streams=streams,
+        whole=list(here.values()),
+    )
+    keep_towers_whole(model, here, group, streams)
+
+
+def _keep_experts(
+    model: torch.nn.Module,
+    meshes: Meshes,
+    tensor: dist.ProcessGroup | None,
+    options: ParallelOptions,
+    streams: RankStreams | None,
+) -> list[torch.nn.Module]:
+    """The modules of experts, of which this rank keeps its part; none in a pipeline stage without experts."""
+    group = meshes.group("ep")
+    if not experts_modules(model):
+        return []
+    cut = apply_expert_parallel(model, group, tp_group=tensor, sequence_parallel=options.sequence_parallel)
+    if streams is not None:
+        for module in cut.values():
+            module.forward = streams.within(True, module.forward)
+    return list(cut.values())
+
+
+def _build_pipeline(
+    objective: ParallelObjective,
+    options: ParallelOptions,
+    plan: PipelinePlan,
+    views: Sequence[StageView],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    after_weights: Callable[[], None],
+) -> Pipeline:
+    """The pipeline of this rank's stages."""
+    parameter_dtype = next(p.dtype for p in objective.model.parameters() if p.is_floating_point())
+    return Pipeline(
+        plan,
+        views,
+        group,
+        device,
+        objective,
+        COMPUTE_DTYPES[options.precision] or parameter_dtype,
+        in_stage=partial(run_stage, objective),
+        after_weights=after_weights,
+        measure=not options.compile_model,
+    )
+
+
+def _shard(
+    model: torch.nn.Module,
+    meshes: Meshes,
+    dims: ParallelDims,
+    options: ParallelOptions,
+    experts: Sequence[torch.nn.Module],
+) -> FSDPModule:
+    """Shard by FSDP2, the experts over their own mesh."""
+    sharding = options.sharding
+    if dims.pp > 1 and sharding.reshard_after_forward == "auto":
+        # Several micro-batches run at once, and each would gather the weights again.
+        sharding = replace(sharding, reshard_after_forward=False)
+    expert_mesh = meshes.data_mesh("expert_shard") if dims.ep > 1 else None
+    return apply_fully_shard(
+        model, meshes.data_mesh(), options.precision, sharding, experts=experts, expert_mesh=expert_mesh
+    )
 
 
 def run_stage(
