@@ -23,7 +23,7 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, one_line
 from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE
 from mgpu_pipe.inference.open import StoredModel
-from mgpu_pipe.models.fields import builder_of, class_of, has_two_towers
+from mgpu_pipe.models.fields import HEADLESS, builder_of, class_of, has_two_towers
 from mgpu_pipe.models.weights.sentence_modules import MODULES
 from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, parse_yaml, read_bytes
@@ -203,8 +203,13 @@ def write_card(
     stored: StoredModel, folder: Path, name: str, dtype: str, format: Format = "hf", asks_hub: bool = False
 ) -> None:
     """Write the card into ``folder``, see :func:`model_card`."""
-    has_modules = format == "hf" and (folder / MODULES).is_file()
+    has_modules = format == "hf" and makes_vectors(stored, folder)
     (folder / CARD).write_text(model_card(stored, name, dtype, format, asks_hub, has_modules), encoding="utf-8")
+
+
+def makes_vectors(stored: StoredModel, folder: Path) -> bool:
+    """Whether sentence-transformers loads all of the export in ``folder``; it would leave out the head of a model."""
+    return class_of([type(stored.model).__name__]) == HEADLESS and (folder / MODULES).is_file()
 
 
 KEY = "--push"

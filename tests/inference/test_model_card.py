@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertModel, PreTrainedModel
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.inference.model_card import model_card
-from mgpu_pipe.inference.open import open_model
+from mgpu_pipe.inference.model_card import model_card, write_card
+from mgpu_pipe.inference.open import StoredModel, open_model
 from tests.inference.support import write_run, write_texts
 
 
@@ -54,6 +55,24 @@ def test_texts_of_others_are_data(run: Path) -> None:
     assert "<img" not in card and "<b>" not in card and "\n# A heading" not in card
     assert r"\[x\](http://evil) \| &lt;img src=x> \`y\` # A heading" in card
     assert 'from_pretrained("a____import_os___b_")' in card
+
+
+LOADERS = {
+    BertModel: "SentenceTransformer",
+    BertForMaskedLM: "AutoModelForMaskedLM.from_pretrained",
+    BertForSequenceClassification: "AutoModelForSequenceClassification.from_pretrained",
+}
+
+
+@pytest.mark.parametrize(("model_class", "loader"), LOADERS.items())
+def test_a_head_is_loaded_with_its_model(model_class: type[PreTrainedModel], loader: str, tmp_path: Path) -> None:
+    """Also of a model that was trained from a folder of sentence-transformers, whose modules the export keeps."""
+    (tmp_path / "modules.json").write_text("[]")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    model = model_class(BertConfig(vocab_size=8, max_position_embeddings=8, **sizes))
+    stored = StoredModel(model, dict(model.named_parameters()).__getitem__, tmp_path, None, None, None)
+    write_card(stored, tmp_path, "out", "fp32")
+    assert f'model = {loader}("out")' in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -20,10 +20,9 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     silence_transformers,
 )
-from mgpu_pipe.inference.model_card import push_folder, push_target, write_card
+from mgpu_pipe.inference.model_card import makes_vectors, push_folder, push_target, write_card
 from mgpu_pipe.inference.open import StoredModel, open_model
 from mgpu_pipe.models.fields import builder_of, class_of
-from mgpu_pipe.models.weights.sentence_modules import MODULES
 from mgpu_pipe.system.local_files import expand_home, is_file
 
 if TYPE_CHECKING:
@@ -164,8 +163,8 @@ def _export_folder(arguments: argparse.Namespace) -> None:
 
 
 def _loader_call(run: StoredModel, out: Path) -> str:
-    """Python that loads the model folder ``out``: by sentence-transformers where it holds that library's modules."""
-    if is_file(out / MODULES):
+    """Python that loads the model folder ``out``: by sentence-transformers where that library makes its vectors."""
+    if makes_vectors(run, out):
         return f'sentence_transformers.SentenceTransformer("{out}")'
     loader = builder_of(run.model.config.model_type, class_of([type(run.model).__name__]))
     return f'transformers.{loader}.from_pretrained("{out}")'
