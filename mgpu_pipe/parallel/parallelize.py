@@ -216,7 +216,7 @@ def _keep_experts(
     streams: RankStreams | None,
 ) -> list[torch.nn.Module]:
     """The modules of experts, of which this rank keeps its part; none in a pipeline stage without experts."""
-    group = meshes.group("ep")
+    group = meshes.group("ep")  # a collective call, so also in a stage without experts
     if not experts_modules(model):
         return []
     cut = apply_expert_parallel(model, group, tp_group=tensor, sequence_parallel=options.sequence_parallel)
