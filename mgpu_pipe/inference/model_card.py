@@ -31,31 +31,27 @@ from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse
 CARD = "README.md"
 MARKUP = re.compile(r"([\\`*\[\]|!~])")
 """Characters that Markdown reads as more than themselves inside a cell."""
-Format = Literal["hf", "peft", "gguf", "onnx"]
-LIBRARIES = {"hf": "transformers", "peft": "peft", "gguf": "gguf", "onnx": "onnx"}
-FORMATS = {"hf": "safetensors", "peft": "safetensors, adapters alone", "gguf": "GGUF", "onnx": "ONNX"}
+Format = Literal["hf", "sentence-transformers", "peft", "gguf", "onnx"]
+FORMATS = {
+    "hf": "safetensors",
+    "sentence-transformers": "safetensors",
+    "peft": "safetensors, adapters alone",
+    "gguf": "GGUF",
+    "onnx": "ONNX",
+}
 GENERATIVE = "AutoModelForCausalLM"
 
 
-def model_card(
-    stored: StoredModel,
-    name: str,
-    dtype: str,
-    format: Format = "hf",
-    asks_hub: bool = False,
-    has_sentence_modules: bool = False,
-) -> str:
+def model_card(stored: StoredModel, name: str, dtype: str, format: Format = "hf", asks_hub: bool = False) -> str:
     """The model card of ``stored``.
 
     Args:
         name: on the Hub, or of the folder.
         dtype: of the exported weights.
         asks_hub: whether licences of base model and data are read from the Hub.
-        has_sentence_modules: whether sentence-transformers loads the export.
     """
     config = stored.config
-    meta: dict[str, Any] = {"library_name": "sentence-transformers" if has_sentence_modules else LIBRARIES[format]}
-    meta["tags"] = ["mgpu_pipe"]
+    meta: dict[str, Any] = {"library_name": "transformers" if format == "hf" else format, "tags": ["mgpu_pipe"]}
     rows = [("weights", f"{dtype}, {FORMATS[format]}")]
     licence = _local_licence(stored.maker)
     if config is not None:
@@ -72,11 +68,11 @@ def model_card(
     table = "\n".join(["| | |", "|---|---|", *(f"| {label} | {_escape_cell(text)} |" for label, text in rows)])
     front = yaml.safe_dump(meta, sort_keys=False, allow_unicode=True)
     title = _escape_cell(name)
-    loading = _loading(stored, name, format, has_sentence_modules)
+    loading = _loading(stored, name, format)
     return "\n".join([f"---\n{front}---\n", f"# {title}\n", table, "\n## Load it\n", *loading])
 
 
-def _loading(stored: StoredModel, name: str, format: Format, has_sentence_modules: bool) -> list[str]:
+def _loading(stored: StoredModel, name: str, format: Format) -> list[str]:
     """Lines that load the export in each engine that takes it."""
     place = re.sub(r"[^\w./-]", "_", name)
     if format == "gguf":
@@ -86,7 +82,7 @@ def _loading(stored: StoredModel, name: str, format: Format, has_sentence_module
         files = (TEXT_FILE, PICTURE_FILE) if has_two_towers(stored.model) else (FILE,)
         opened = [f'session = onnxruntime.InferenceSession("{place}/{file}")' for file in files]
         return ["```python", "import onnxruntime", "", *opened, "```", ""]
-    if has_sentence_modules:
+    if format == "sentence-transformers":
         code = ["from sentence_transformers import SentenceTransformer", "", f'model = SentenceTransformer("{place}")']
         return ["```python", *code, "```", ""]
     loader = builder_of(stored.model.config.model_type, class_of([type(stored.model).__name__]))
@@ -203,8 +199,9 @@ def write_card(
     stored: StoredModel, folder: Path, name: str, dtype: str, format: Format = "hf", asks_hub: bool = False
 ) -> None:
     """Write the card into ``folder``, see :func:`model_card`."""
-    has_modules = format == "hf" and makes_vectors(stored, folder)
-    (folder / CARD).write_text(model_card(stored, name, dtype, format, asks_hub, has_modules), encoding="utf-8")
+    if format == "hf" and makes_vectors(stored, folder):
+        format = "sentence-transformers"
+    (folder / CARD).write_text(model_card(stored, name, dtype, format, asks_hub), encoding="utf-8")
 
 
 def makes_vectors(stored: StoredModel, folder: Path) -> bool:
